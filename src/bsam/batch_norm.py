@@ -1,0 +1,112 @@
+"""Running statistics of BatchNorm: which passes of a step move them, and how to estimate them anew.
+
+A step of SAM or bSAM runs the network at perturbed weights, several times. The policies say which of those passes
+may move the running mean and variance:
+
+| policy | moved by |
+|---|---|
+| `"first_split"` | both passes of the first split (what the authors' code does; the default) |
+| `"first_pass"` | the first pass of every split |
+| `"all"` | every pass |
+| `"none"` | no pass: call `recalibrate_batch_norm` before you evaluate |
+
+They need to know the module: `BSAM(model.parameters(), module=model, ...)`. Without it every pass moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+__all__ = ["POLICIES", "BufferSnapshot", "moves_statistics", "recalibrate_batch_norm", "running_statistics"]
+
+POLICIES = ("first_split", "first_pass", "all", "none")
+
+
+def moves_statistics(policy: str, split: int, pass_index: int) -> bool:
+    """Whether a pass of a split may move the running statistics."""
+    return policy == "all" or (policy == "first_split" and split == 0) or (policy == "first_pass" and pass_index == 0)
+
+
+class BufferSnapshot:
+    """The values of some buffers, to be put back into the same tensors."""
+
+    def __init__(self, buffers: Iterable[tuple[nn.Module, str]]) -> None:
+        self._saved = [
+            (owner, name, buffer, buffer.detach().clone())
+            for owner, name in buffers
+            if (buffer := owner._buffers[name]) is not None
+        ]
+
+    def restore(self, unless: Tensor | None = None) -> None:
+        """Put the values back; with `unless`, a 0-dim boolean, keep the present ones where it is true."""
+        for owner, name, buffer, value in self._saved:
+            if unless is not None:
+                now = owner._buffers[name]
+                value = value if now is None else torch.where(unless.to(now.device), now, value)
+            buffer.copy_(value)
+            owner._buffers[name] = buffer
+
+
+def all_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Owner and name of every buffer of `module`."""
+    return [(owner, name) for owner in module.modules() for name in owner._buffers]
+
+
+def running_statistics(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Owner and name of the running statistics of every normalisation layer of `module`."""
+    return [(owner, name) for owner, name in all_buffers(module) if isinstance(owner, _NormBase)]
+
+
+@torch.no_grad()
+def recalibrate_batch_norm(
+    model: nn.Module, data: Iterable[Any], *, forward: Callable[[Any], Any] | None = None
+) -> None:
+    """Estimate the running statistics of `model` anew, at its present weights.
+
+    Statistics gathered along training belong to weights that have moved on; those of a posterior sample were never
+    gathered at all. This resets them and averages over `data` with equal weight a batch. Only normalisation layers
+    are put into training mode, so dropout stays off. If anything fails, the old statistics come back.
+
+    Args:
+        model: The network; without BatchNorm nothing happens.
+        data: Batches. Of a tuple or list the first element is the input, a mapping is passed as keywords.
+        forward: How to run the model on one batch, where that is not the rule: `lambda batch: model(batch.image)`.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, _NormBase) and layer.running_mean is not None]
+    if not layers:
+        return
+    modes = [(layer, layer.training) for layer in model.modules()]
+    momenta = [(layer, layer.momentum) for layer in layers]
+    snapshot = BufferSnapshot(all_buffers(model))
+    device = next(iter(model.parameters())).device
+    try:
+        model.eval()
+        for layer in layers:
+            layer.train()
+            layer.reset_running_stats()
+            layer.momentum = None  # torch's way to ask for a cumulative average
+        batches = 0
+        for batch in data:
+            if forward is not None:
+                forward(batch)
+            elif isinstance(batch, Mapping):
+                model(**{key: value.to(device) for key, value in batch.items()})
+            else:
+                inputs = batch[0] if isinstance(batch, list | tuple) else batch
+                model(inputs.to(device))
+            batches += 1
+        if not batches:
+            raise ValueError("data gave no batch: there is nothing to estimate the BatchNorm statistics from.")
+    except BaseException:
+        snapshot.restore()
+        raise
+    finally:
+        for layer, momentum in momenta:
+            layer.momentum = momentum
+        for module, training in modes:
+            module.training = training

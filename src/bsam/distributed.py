@@ -1,0 +1,42 @@
+"""Ranks as splits: the one all-reduce of a step, and the one broadcast before the first.
+
+A rank with `splits=k` is k of the sub-batches of a larger step: 2 ranks x 2 splits is 1 rank x 4 splits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["all_reduce_sum", "broadcast", "rank_of"]
+
+
+def rank_of(group: dist.ProcessGroup) -> int:
+    """This process's rank in `group`."""
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("this process is not a member of the given process_group: hand each rank a group it is in.")
+    return rank
+
+
+def all_reduce_sum(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum `tensors` over the ranks in place, as one message."""
+    dtype = max((t.dtype for t in tensors), key=lambda d: torch.finfo(d).bits)
+    device = tensors[0].device
+    flat = torch.cat([t.detach().reshape(-1).to(device, dtype) for t in tensors])
+    dist.all_reduce(flat, group=group)
+    _scatter(flat, tensors)
+
+
+def broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Give every rank the values that rank 0 of `group` has."""
+    for tensor in tensors:
+        value = tensor.detach().contiguous()
+        dist.broadcast(value, group=group, group_src=0)
+        tensor.detach().copy_(value)
+
+
+def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:
+    for tensor, piece in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+        tensor.copy_(piece.view(tensor.shape))

@@ -1,0 +1,431 @@
+r"""How good, and how honest, class probabilities are: accuracy, NLL, ECE, AUROC and Brier score.
+
+Every example $i$ has log-probabilities $\log p_{ik}$ over $K$ classes and a label $y_i$. It is predicted
+as $\hat y_i = \arg\max_k p_{ik}$ (the lowest index among equals) with the confidence
+$c_i = \max_k p_{ik}$, and $a_i = 1[\hat y_i = y_i]$ says whether that was correct. Over $n$ examples:
+
+- accuracy: $\frac1n \sum_i a_i$.
+- NLL: $-\frac1n \sum_i \log p_{i y_i}$, natural logarithm.
+- ECE (Guo et al. 2017, https://arxiv.org/abs/1706.04599): $\sum_b \frac{n_b}{n} |acc_b - conf_b|$ over $B$
+  bins of equal width, $acc_b$ and $conf_b$ being the means of $a_i$ and $c_i$ over the $n_b$ examples with
+  $\frac{b-1}{B} < c_i \le \frac bB$.
+- AUROC (of misclassification; Osawa et al. 2019, appendix H, https://arxiv.org/abs/1906.02506): the
+  probability that a correctly classified example has a higher confidence than a misclassified one, ties
+  counting one half. It is exact, with no grid of thresholds, and NaN where all examples are correct or all
+  are wrong.
+- Brier: $\frac1n \sum_i \sum_k (p_{ik} - 1[y_i = k])^2$, from 0 to 2.
+
+Other packages may give other numbers. torchmetrics <= 1.9 counts a confidence of exactly 1.0 in an extra
+bin of its own (https://github.com/Lightning-AI/torchmetrics/issues/3510), which changes the ECE of every
+network that saturates; here 1.0 belongs to the last bin. Its bins are also closed on the left where those
+of Guo et al. are closed on the right. scikit-learn halves the Brier score of two classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_NAMES = ("accuracy", "nll", "ece", "auroc", "brier")
+
+
+class _HasPredictions(Protocol):
+    @property
+    def log_probs(self) -> Tensor: ...
+    @property
+    def labels(self) -> Tensor: ...
+
+
+_Predictions = _HasPredictions | tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The five metrics of one set of predictions; `intervals` holds (low, high) of each, if any."""
+
+    num_examples: int
+    accuracy: float
+    nll: float
+    ece: float
+    auroc: float
+    brier: float
+    intervals: dict[str, tuple[float, float]]
+    level: float
+
+    def __str__(self) -> str:
+        head = f"{self.num_examples} examples"
+        if self.intervals:
+            head += f", {100 * self.level:g}% bootstrap intervals"
+        lines = [head]
+        for name in _NAMES:
+            line = f"{name:<8} {getattr(self, name):>z8.4f}"
+            if name in self.intervals:
+                low, high = self.intervals[name]
+                line += f"   [{low:>z6.4f}, {high:>z6.4f}]"
+            lines.append(line)
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as plain numbers, lists and dicts; `json.dumps` writes NaN and inf as Python does."""
+        return asdict(self) | {"intervals": {name: list(ends) for name, ends in self.intervals.items()}}
+
+
+@dataclass(frozen=True, eq=False)
+class ReliabilityTable:
+    """Of every confidence bin ((b-1)/B, b/B], in order: float64 tensors of length B.
+
+    Attributes:
+        count: number of examples.
+        confidence: their mean confidence, NaN in an empty bin.
+        accuracy: their accuracy, NaN in an empty bin.
+    """
+
+    count: Tensor
+    confidence: Tensor
+    accuracy: Tensor
+
+
+class _Examples(NamedTuple):
+    """All that the metrics need of each example: float64 tensors of shape (n,)."""
+
+    nll: Tensor
+    confidence: Tensor
+    correct: Tensor
+    brier: Tensor
+
+
+def _per_example(log_probs: Tensor, labels: Tensor) -> _Examples:
+    # Row by row, so that no number depends on the other examples of the batch.
+    log_p, y = _checked(log_probs, labels)
+    rows = torch.arange(len(y), device=y.device)
+    log_confidence, predicted = log_p.max(dim=1)  # the first of equal maxima
+    error = log_p.exp()
+    error[rows, y] -= 1  # p_k - 1[y = k]
+    return _Examples(
+        nll=-log_p[rows, y],
+        confidence=log_confidence.exp(),
+        correct=(predicted == y).double(),
+        # A sum from left to right: sum() would split a single very long row over the threads.
+        brier=error.square_().cumsum(dim=1)[:, -1].clone(),
+    )
+
+
+# The formulas. All work over the last dimension, so that a stack of bootstrap resamples is one call.
+
+
+def _reliability(confidence: Tensor, correct: Tensor, num_bins: int) -> ReliabilityTable:
+    # exp(log p) may miss an edge that p is on by some units in the last place, hence the 1e-12.
+    inner_edges = torch.arange(1, num_bins, device=confidence.device).double() / num_bins + 1e-12
+    bins = torch.bucketize(confidence, inner_edges)  # edges[i - 1] < confidence <= edges[i]
+    empty = confidence.new_zeros(*confidence.shape[:-1], num_bins)
+    count = empty.scatter_add(-1, bins, torch.ones_like(confidence))
+    return ReliabilityTable(
+        count=count,
+        confidence=empty.scatter_add(-1, bins, confidence) / count,
+        accuracy=empty.scatter_add(-1, bins, correct) / count,
+    )
+
+
+def _ece(table: ReliabilityTable) -> Tensor:
+    share = table.count / table.count.sum(dim=-1, keepdim=True)
+    return (share * (table.accuracy - table.confidence).abs()).nansum(dim=-1)  # an empty bin adds 0
+
+
+def _auroc(rank: Tensor, correct: Tensor) -> Tensor:
+    # `rank` numbers the distinct confidences in increasing order. Of each: how many are right, and wrong.
+    empty = correct.new_zeros(*correct.shape[:-1], int(rank.max()) + 1)
+    right = empty.scatter_add(-1, rank, correct)
+    wrong = empty.scatter_add(-1, rank, 1 - correct)
+    wrong_below = wrong.cumsum(dim=-1) - wrong
+    pairs = right.sum(dim=-1) * wrong.sum(dim=-1)
+    return (right * (wrong_below + wrong / 2)).sum(dim=-1) / pairs
+
+
+def _metrics(columns: Iterable[Tensor], num_bins: int) -> Tensor:
+    # In the order of _NAMES, along a new last dimension.
+    nll, confidence, correct, brier, rank = columns
+    return torch.stack(
+        [
+            correct.mean(dim=-1),
+            nll.mean(dim=-1),
+            _ece(_reliability(confidence, correct, num_bins)),
+            _auroc(rank, correct),
+            brier.mean(dim=-1),
+        ],
+        dim=-1,
+    )
+
+
+class Metrics:
+    """The metrics of a set that comes in batches, exactly those of the whole set whatever the batches.
+
+    Four float64 numbers per example are kept, on the CPU.
+
+    Args:
+        num_bins: number of confidence bins of the ECE.
+
+    Example:
+        >>> import torch
+        >>> metrics = Metrics()
+        >>> for p, y in [([0.9, 0.1], 0), ([0.2, 0.8], 1), ([0.6, 0.4], 1)]:
+        ...     metrics.update(torch.tensor([p]).log(), torch.tensor([y]))
+        >>> print(metrics.compute(num_bootstrap=0))
+        3 examples
+        accuracy   0.6667
+        nll        0.4149
+        ece        0.3000
+        auroc      1.0000
+        brier      0.2733
+    """
+
+    def __init__(self, num_bins: int = 20) -> None:
+        if not isinstance(num_bins, int) or num_bins < 1:
+            raise ValueError(
+                f"num_bins must be a positive integer, got {num_bins!r}; write num_bins=20 for the default"
+            )
+        self.num_bins = num_bins
+        self._batches: list[_Examples] = []
+
+    def update(self, log_probs: Tensor, labels: Tensor) -> None:
+        """Adds a batch: log-probabilities (n, K) and integer labels (n,)."""
+        self._batches.append(_per_example(log_probs, labels))
+
+    def merge(self, other: Metrics) -> None:
+        """Adds all examples of `other`, as of another worker."""
+        if other.num_bins != self.num_bins:
+            raise ValueError(
+                f"cannot merge metrics of {other.num_bins} bins into metrics of {self.num_bins}; "
+                f"write Metrics(num_bins={self.num_bins}) for both"
+            )
+        self._batches = self._batches + other._batches
+
+    def reliability(self) -> ReliabilityTable:
+        """Count, mean confidence and accuracy of every confidence bin."""
+        examples = self._examples()
+        return _reliability(examples.confidence, examples.correct, self.num_bins)
+
+    def compute(self, *, num_bootstrap: int = 1000, level: float = 0.95, seed: int = 0) -> Summary:
+        """The metrics of all examples so far, with percentile bootstrap intervals over the examples.
+
+        The interval of the AUROC is that of the resamples where it is defined. The ECE of a resample is
+        biased upwards, for resampling adds noise to every bin: the ECE of the set may lie at the low end of
+        its interval or below it.
+
+        Args:
+            num_bootstrap: number of resamples; 0 gives no intervals. 1000 of 10,000 examples take a second.
+            level: coverage of the intervals.
+            seed: of a generator of its own; the global one is not touched.
+        """
+        if not isinstance(num_bootstrap, int) or num_bootstrap < 0:
+            raise ValueError(f"num_bootstrap must be an integer >= 0, got {num_bootstrap!r}; write 0 for no intervals")
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie between 0 and 1, got {level!r}; write 0.95 for 95% intervals")
+        examples = self._examples()
+        rank = torch.unique(examples.confidence, return_inverse=True)[1]
+        columns = (*examples, rank)
+        values = dict(zip(_NAMES, _metrics(columns, self.num_bins).tolist(), strict=True))
+
+        intervals = {}
+        if num_bootstrap > 0:
+            n = len(rank)
+            generator = torch.Generator("cpu").manual_seed(seed)
+            rows = max(1, 2**20 // n)  # resamples at a time: about 100 MB
+            resampled = []
+            for start in range(0, num_bootstrap, rows):
+                size = (min(rows, num_bootstrap - start), n)
+                index = torch.randint(n, size, generator=generator, device="cpu")
+                resampled.append(_metrics((column[index] for column in columns), self.num_bins))
+            # "nearest": interpolating between two infinite NLLs would give NaN.
+            low, high = (
+                torch.cat(resampled).nanquantile(q, dim=0, interpolation="nearest").tolist()
+                for q in ((1 - level) / 2, (1 + level) / 2)
+            )
+            intervals = dict(zip(_NAMES, zip(low, high, strict=True), strict=True))
+        return Summary(num_examples=len(rank), **values, intervals=intervals, level=level)
+
+    def _examples(self) -> _Examples:
+        if not any(len(batch.nll) for batch in self._batches):
+            raise ValueError("the metrics need at least one example, got none; update with a batch of n > 0 rows first")
+        return _Examples(*(torch.cat(column) for column in zip(*self._batches, strict=True)))
+
+
+def summary(
+    predictions: _Predictions,
+    *,
+    num_bins: int = 20,
+    num_bootstrap: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> Summary:
+    """All metrics of a set of predictions, with bootstrap intervals (see `Metrics.compute`).
+
+    Args:
+        predictions: an object with `.log_probs` (n, K) and `.labels` (n,), or the tuple of the two.
+        num_bins: number of confidence bins of the ECE.
+        num_bootstrap: number of resamples; 0 gives no intervals.
+        level: coverage of the intervals.
+        seed: of the bootstrap's own generator.
+    """
+    metrics = _whole(predictions, num_bins)
+    return metrics.compute(num_bootstrap=num_bootstrap, level=level, seed=seed)
+
+
+def accuracy(log_probs: Tensor, labels: Tensor) -> float:
+    """Fraction of the examples whose most probable class is the label."""
+    return summary((log_probs, labels), num_bootstrap=0).accuracy
+
+
+def nll(log_probs: Tensor, labels: Tensor) -> float:
+    """Mean negative log-probability of the label, in nats; inf if some label was given probability 0."""
+    return summary((log_probs, labels), num_bootstrap=0).nll
+
+
+def ece(log_probs: Tensor, labels: Tensor, num_bins: int = 20) -> float:
+    """Expected calibration error over equal-width bins, closed on the right.
+
+    Example:
+        >>> import torch
+        >>> p = torch.tensor([[0.9, 0.1], [0.9, 0.1]])  # confidence 0.9, accuracy 0.5
+        >>> round(ece(p.log(), torch.tensor([0, 1])), 4)
+        0.4
+    """
+    return summary((log_probs, labels), num_bins=num_bins, num_bootstrap=0).ece
+
+
+def auroc(log_probs: Tensor, labels: Tensor) -> float:
+    """How well the confidence tells correct from wrong predictions; NaN if there are not both."""
+    return summary((log_probs, labels), num_bootstrap=0).auroc
+
+
+def brier(log_probs: Tensor, labels: Tensor) -> float:
+    """Mean squared distance between the probabilities and the one-hot label, summed over the classes."""
+    return summary((log_probs, labels), num_bootstrap=0).brier
+
+
+def reliability(log_probs: Tensor, labels: Tensor, num_bins: int = 20) -> ReliabilityTable:
+    """Count, mean confidence and accuracy of every confidence bin, from which the ECE is made."""
+    return _whole((log_probs, labels), num_bins).reliability()
+
+
+def reliability_diagram(predictions: _Predictions, *, num_bins: int = 20, ax: Axes | None = None) -> Axes:
+    """Draws accuracy against confidence, bin by bin, below a histogram of the confidences.
+
+    Args:
+        predictions: an object with `.log_probs` (n, K) and `.labels` (n,), or the tuple of the two.
+        num_bins: number of confidence bins.
+        ax: where to draw; a new figure if None.
+    """
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            'reliability_diagram needs matplotlib, which is missing: pip install "bsam[experiments]"'
+        ) from error
+    table = _whole(predictions, num_bins).reliability()
+    filled = table.count > 0
+    center = ((filled.nonzero().flatten() + 0.5) / num_bins).tolist()
+    count, confidence, accuracy = (column[filled] for column in (table.count, table.confidence, table.accuracy))
+    if ax is None:
+        ax = plt.subplots(figsize=(4.5, 5), layout="constrained")[1]
+
+    width = 1 / num_bins
+    ax.bar(center, accuracy.tolist(), width, color="cornflowerblue", edgecolor="white", label="accuracy")
+    ax.bar(
+        center,
+        (confidence - accuracy).tolist(),
+        width,
+        bottom=accuracy.tolist(),
+        color="tab:red",
+        alpha=0.3,
+        edgecolor="tab:red",
+        hatch="//",
+        label="gap to the mean confidence",
+    )
+    ax.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1, label="perfect calibration")
+    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
+    ax.legend(loc="upper left", title=f"ECE {_ece(table).item():.4f}", alignment="left", fontsize="small")
+
+    histogram = ax.inset_axes((0, 1.03, 1, 0.15), sharex=ax)
+    histogram.bar(center, (count / count.sum()).tolist(), width, color="lightgray", edgecolor="white")
+    histogram.set_ylabel("share", fontsize="small")
+    histogram.tick_params(labelbottom=False, labelsize="small")
+    histogram.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def _whole(predictions: _Predictions, num_bins: int) -> Metrics:
+    match predictions:
+        case (log_probs, labels):
+            pass
+        case object(log_probs=log_probs, labels=labels):
+            pass
+        case _:
+            raise TypeError(
+                "predictions must have .log_probs and .labels, or be the tuple of the two, "
+                f"got {type(predictions).__name__}; write (log_probs, labels)"
+            )
+    metrics = Metrics(num_bins)
+    metrics.update(log_probs, labels)
+    return metrics
+
+
+def _checked(log_probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The arguments as float64 and int64 on the CPU, or an error that says what to write instead."""
+    for name, value in (("log_probs", log_probs), ("labels", labels)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}; write torch.as_tensor({name})")
+    if log_probs.ndim != 2:
+        raise ValueError(
+            f"log_probs must have shape (n, K), got {tuple(log_probs.shape)}; "
+            "write log_probs.reshape(-1, K) for K classes"
+        )
+    n, num_classes = log_probs.shape
+    if num_classes < 2:
+        raise ValueError(
+            f"log_probs must have at least 2 classes, got {num_classes}; for one logit of a yes/no question "
+            "write log_softmax(torch.cat([torch.zeros_like(logit), logit], dim=1), dim=1)"
+        )
+    if labels.shape != (n,):
+        raise ValueError(
+            f"labels must have shape ({n},), one per row of log_probs, got {tuple(labels.shape)}; "
+            "write one_hot.argmax(dim=1) for one-hot labels"
+        )
+    if not log_probs.is_floating_point():
+        raise TypeError(f"log_probs must be floating point, got {log_probs.dtype}; apply log_softmax to logits")
+    if labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
+        raise TypeError(f"labels must be integers, got {labels.dtype}; write labels.long()")
+    log_p = log_probs.detach().cpu().double().contiguous()
+    y = labels.detach().cpu().long()
+
+    bad = (~(log_p < torch.inf)).nonzero()  # NaN is not below inf
+    if len(bad):
+        row, column = bad[0].tolist()
+        raise ValueError(
+            f"log_probs must be numbers below inf (-inf, probability 0, is fine), got {log_p[row, column]:g} "
+            f"in row {row}, column {column}; look for inf or NaN in the logits given to log_softmax"
+        )
+    log_total = log_p.logsumexp(dim=1)
+    bad = (log_total.abs() > 1e-3).nonzero()
+    if len(bad):
+        row = int(bad[0])
+        probabilities = log_p.min() >= 0 and log_p.max() <= 1
+        cure = "probs.log() for probabilities" if probabilities else "log_softmax(logits.float(), dim=1)"
+        raise ValueError(
+            "log_probs must be normalised, |logsumexp| <= 1e-3 in every row, "
+            f"got logsumexp = {log_total[row]:.4g} in row {row}; write {cure}"
+        )
+    bad = ((y < 0) | (y >= num_classes)).nonzero()
+    if len(bad):
+        row = int(bad[0])
+        raise ValueError(
+            f"labels must lie in 0..{num_classes - 1}, got {y[row]} in row {row}; "
+            "renumber the classes, or drop the examples without a label"
+        )
+    return log_p, y

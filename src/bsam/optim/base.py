@@ -1,0 +1,528 @@
+"""What all optimizers here share: split the batch, probe each part, average, update.
+
+A *probe* works on one sub-batch and asks for gradients at chosen offsets from the weights, through a function
+`grad_at(offsets) -> (gradients, loss)`. Its statistics are *averaged* over sub-batches and ranks, and the method's
+*update* turns the averages into new weights. This file is the only one that writes perturbed weights into a model,
+and it always takes them out again:
+
+- a step completes, or weights, buffers, gradients and state are what they were, bit for bit;
+- a loss or gradient that is not finite never reaches weights or state;
+- weights are written in place: addresses, leaf status and `requires_grad` do not change.
+
+After a step `p.grad` holds the gradient that was applied: averaged over splits and ranks, and clipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bsam import batch_norm as bn
+from bsam.distributed import all_reduce_sum, broadcast, rank_of
+from bsam.optim import options
+from bsam.optim.batch import split_batch
+
+__all__ = ["GradAt", "Probe", "ProbingOptimizer", "Slot"]
+
+Closure = Callable[..., Tensor | float]
+GradAt = Callable[[Iterable[Tensor | None]], tuple[list[Tensor], Tensor]]
+"""Gradients, one a slot, and the loss at the weights plus one offset a slot (None: no offset)."""
+
+
+@dataclass
+class Slot:
+    """One trainable parameter during a step."""
+
+    index: int
+    """Position among all parameters of all groups; the address of its noise."""
+    parameter: Tensor
+    group: dict[str, Any]
+    mean: Tensor
+    """The weights that offsets are added to."""
+    state: dict[str, Any]
+    seen: bool = False
+    """Whether any pass of the step gave it a gradient."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its statistics and state: float32 for 16-bit weights."""
+        return torch.promote_types(self.parameter.dtype, torch.float32)
+
+
+class Probe(NamedTuple):
+    """What one sub-batch says."""
+
+    loss: Tensor
+    statistics: tuple[list[Tensor], ...]
+    """Lists with one tensor a slot, to be averaged over sub-batches. The first is the gradient to apply."""
+
+
+class ProbingOptimizer(Optimizer):
+    """Base of the optimizers that look at several points before they move.
+
+    A subclass gives `_probe` and `_update`, and checks its options in `_check_group`.
+    """
+
+    # GradScaler.step() hands its scale to optimizers that have this flag: the only place where it can be met
+    # by name. See `grad_scale`.
+    _step_supports_amp_scaling = True
+
+    whole_options: tuple[str, ...] = ("splits", "nonfinite", "max_grad_norm", "batch_norm")
+    """Options of the whole optimizer. They are in every group, so that `state_dict` holds them, and must agree."""
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        module: nn.Module | None,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.module = module
+        self.process_group = process_group
+        self._reset()
+        self._check_group(defaults)
+        super().__init__(params, defaults)
+        self._check_module()
+
+    def _reset(self) -> None:
+        """Set what is neither option nor state: a copy or a restored optimizer starts with this."""
+        self._away: str | None = None  # why the weights are not at their mean just now
+        self._warned: set[str] = set()
+        self._skipped: Tensor | None = None
+        self._synchronised = False
+
+    # ------------------------------------------------------------------ the method, given by a subclass
+
+    def _probe(self, slots: list[Slot], grad_at: GradAt, split: int) -> Probe:
+        """Look at one sub-batch; `split` counts over all ranks."""
+        raise NotImplementedError
+
+    def _update(self, slots: list[Slot], statistics: tuple[list[Tensor], ...], accept: Tensor | None) -> None:
+        """Move weights and state; where the 0-dim boolean `accept` is given and false, leave them."""
+        raise NotImplementedError
+
+    def _fresh_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter that has not been stepped yet."""
+        return {}
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise if an option of this group is out of range."""
+        options.count("splits", group["splits"], "It is the number of sub-batches each minibatch is cut into.")
+        options.one_of("nonfinite", group["nonfinite"], ("raise", "skip"))
+        options.one_of("batch_norm", group["batch_norm"], bn.POLICIES)
+        if group["max_grad_norm"] is not None:
+            options.positive("max_grad_norm", group["max_grad_norm"], "Write None for no clipping.")
+
+    # ------------------------------------------------------------------ the step
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None, *batch: Any) -> Tensor:  # type: ignore[override]
+        """Take one step.
+
+        With a batch, `closure(*part)` returns the mean loss of the part it is given: it is called for each of
+        the `splits` parts. Without one (and splits = 1) `closure()` returns the loss of the whole minibatch. It may
+        call `backward()` itself, as torch's convention has it; `.grad` is cleared before each call.
+
+        Args:
+            closure: A function that returns the loss.
+            batch: Tensors, or nested lists and dicts of them, cut along dimension 0; other things go to
+                every part.
+
+        Returns:
+            The mean loss of the first passes, detached.
+        """
+        if closure is None:
+            raise TypeError(
+                f"{type(self).__name__}.step() needs a closure, because it evaluates the loss at other weights than "
+                "the present ones: optimizer.step(loss_fn, x, y), where loss_fn(x, y) returns the mean loss."
+            )
+        self._refuse_if_away("take a step")
+        splits = self._option("splits")
+        parts = split_batch(batch, splits)
+        if len(parts) < splits and batch:
+            self._warn_once(
+                "few",
+                f"a batch of {len(parts)} examples cannot be cut into {splits} parts: one part an example.",
+            )
+        if self.process_group is not None and not self._synchronised:
+            self._synchronise()
+
+        slots = self._slots()
+        grads = [slot.parameter.grad for slot in slots]
+        buffers = bn.BufferSnapshot(bn.all_buffers(self.module) if self.module is not None else ())
+        self._away = "inside a step"
+        try:
+            losses, statistics = self._average(slots, closure, parts)
+            finite = _all_finite([*losses, *(t for tensors in statistics for t in tensors)])
+            accept = None if self._option("nonfinite") == "raise" else finite
+            if accept is None and not finite:
+                raise FloatingPointError(self._describe_nonfinite(slots, losses, statistics))
+            self._clip(statistics[0])
+        except BaseException:
+            for slot, grad in zip(slots, grads, strict=True):
+                slot.parameter.grad = grad
+            buffers.restore()
+            raise
+        finally:
+            self._away = None
+
+        if accept is not None:
+            self._skipped = ~accept if self._skipped is None else self._skipped + ~accept
+            buffers.restore(unless=accept)
+        for slot, gradient in zip(slots, statistics[0], strict=True):
+            slot.parameter.grad = gradient.to(slot.parameter.dtype) if slot.seen else None
+        unseen = [self._name(slot) for slot in slots if not slot.seen]
+        if unseen:
+            self._warn_once(
+                f"unseen {unseen}",
+                f"no gradient reached {', '.join(unseen)}: not part of the loss? Left as they are.",
+            )
+        keep = [i for i, slot in enumerate(slots) if slot.seen]
+        self._update([slots[i] for i in keep], tuple([t[i] for i in keep] for t in statistics), accept)
+        torch.clear_autocast_cache()
+        return losses[0]
+
+    def _average(
+        self, slots: list[Slot], closure: Closure, parts: list[tuple[tuple[Any, ...], int]]
+    ) -> tuple[list[Tensor], tuple[list[Tensor], ...]]:
+        """Probe every part; return the mean losses of each pass and the mean statistics, over parts and ranks."""
+        total = sum(size for _, size in parts)
+        first = 0 if self.process_group is None else rank_of(self.process_group) * self._option("splits")
+        sums: tuple[list[Tensor], ...] = ()
+        losses: list[Tensor] = []
+        try:
+            for k, (part, size) in enumerate(parts):
+                grad_at, passes = self._grad_function(slots, closure, part, k)
+                probe = self._probe(slots, grad_at, first + k)
+                weight = size / total
+                if len(parts) == 1:
+                    sums, losses = probe.statistics, passes
+                elif k == 0:
+                    sums = tuple([t * weight for t in tensors] for tensors in probe.statistics)
+                    losses = [loss * weight for loss in passes]
+                else:
+                    for mean, value in zip((*sums, losses), (*probe.statistics, passes), strict=True):
+                        for m, v in zip(mean, value, strict=True):
+                            m.add_(v, alpha=weight)
+        finally:
+            for slot in slots:
+                slot.parameter.copy_(slot.mean)
+            torch.clear_autocast_cache()
+        if self.process_group is not None:
+            sums = self._average_over_ranks(slots, sums, losses, total)
+        return losses, sums
+
+    def _grad_function(
+        self, slots: list[Slot], closure: Closure, part: tuple[Any, ...], split: int
+    ) -> tuple[GradAt, list[Tensor]]:
+        """The `grad_at` of one sub-batch, and the list to which it appends the loss of each pass."""
+        losses: list[Tensor] = []
+        policy = self._option("batch_norm")
+
+        def grad_at(offsets: Iterable[Tensor | None]) -> tuple[list[Tensor], Tensor]:
+            for slot, offset in zip(slots, offsets, strict=True):
+                slot.parameter.copy_(slot.mean if offset is None else slot.mean + offset)
+            torch.clear_autocast_cache()  # a surrounding autocast region would go on with the old weights
+            frozen = self.module is not None and not bn.moves_statistics(policy, split, len(losses))
+            statistics = bn.BufferSnapshot(bn.running_statistics(self.module) if frozen and self.module else ())
+            for slot in slots:
+                slot.parameter.grad = None
+
+            with torch.enable_grad():
+                loss = _checked_loss(closure(*part))
+                if loss.requires_grad and all(slot.parameter.grad is None for slot in slots):
+                    with _without_autocast(loss.device):
+                        torch.autograd.backward(loss)
+            statistics.restore()
+            losses.append(loss.detach().reshape(()))
+            return [_take_gradient(slot) for slot in slots], losses[-1]
+
+        return grad_at, losses
+
+    def _average_over_ranks(
+        self, slots: list[Slot], sums: tuple[list[Tensor], ...], losses: list[Tensor], size: int
+    ) -> tuple[list[Tensor], ...]:
+        """Turn this rank's means into means over all examples of all ranks: the one all-reduce of a step."""
+        group = self.process_group
+        assert group is not None
+        device = slots[0].parameter.device if slots else losses[0].device
+        sums = tuple([t * size for t in tensors] for tensors in sums)
+        total_losses = [loss.to(device) * size for loss in losses]
+        count = torch.tensor([float(size)], device=device, dtype=torch.float64)
+        seen = torch.tensor([float(slot.seen) for slot in slots], device=device)
+        statistics: list[Tensor] = []
+        if self.module is not None and self._option("batch_norm") != "none":
+            # First split: the one of rank 0. Otherwise: the mean over ranks. Counters are equal on all ranks.
+            buffers = [owner._buffers[name] for owner, name in bn.running_statistics(self.module)]
+            statistics = [b for b in buffers if b is not None and b.is_floating_point()]
+            of_first = self._option("batch_norm") == "first_split"
+            share = float(rank_of(group) == 0) if of_first else 1 / dist.get_world_size(group)
+            for buffer in statistics:
+                buffer.mul_(share)
+        all_reduce_sum([*(t for s in sums for t in s), *total_losses, count, seen, *statistics], group)
+        for loss, total in zip(losses, total_losses, strict=True):
+            loss.copy_(total / count.item())
+        for slot, is_seen in zip(slots, seen.tolist(), strict=True):
+            slot.seen = is_seen > 0
+        for tensors in sums:
+            for t in tensors:
+                t.div_(count.item())
+        return sums
+
+    def _clip(self, gradient: list[Tensor]) -> None:
+        """Scale the averaged gradient down to `max_grad_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
+        limit = self._option("max_grad_norm")
+        if limit is not None and gradient:
+            norm = torch.nn.utils.get_total_norm(gradient)
+            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+            for tensor in gradient:
+                tensor.mul_(scale.to(tensor.device))
+
+    def _slots(self) -> list[Slot]:
+        """A slot for each parameter that requires a gradient, its weights copied."""
+        slots = []
+        index = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    state = self.state.get(parameter) or self._fresh_state(parameter, group)
+                    slots.append(Slot(index, parameter, group, parameter.detach().clone(), state))
+                index += 1
+        return slots
+
+    def _synchronise(self) -> None:
+        """Start every rank from the weights and buffers of rank 0."""
+        assert self.process_group is not None
+        tensors = [p for group in self.param_groups for p in group["params"]]
+        if self.module is not None:
+            tensors += list(self.module.buffers())
+        broadcast(tensors, self.process_group)
+        self._synchronised = True
+
+    # ------------------------------------------------------------------ torch.optim's contract
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; options left out take the optimizer's defaults."""
+        super().add_param_group(self._checked_group(param_group))
+
+    def _checked_group(self, param_group: dict[str, Any]) -> dict[str, Any]:
+        """A copy of `param_group` with all options, once they and the parameters are known to be good."""
+        self._refuse_if_away("add parameters")
+        if not isinstance(param_group, dict):
+            raise TypeError(
+                f"a parameter group must be a dict with the key 'params', not {type(param_group).__name__}."
+            )
+        params = param_group["params"]
+        params = params if isinstance(params, Tensor | set) else list(params)  # a generator can be read once only
+        group = {**self.defaults, **param_group, "params": params}
+        self._check_group(group)
+        self._check_agreement([*self.param_groups, group])
+        for parameter in [params] if isinstance(params, Tensor) else params:
+            _check_parameter(parameter[1] if isinstance(parameter, tuple) else parameter)
+        return group
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as a dictionary of copies: further steps do not change it."""
+        return _copied(super().state_dict())  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned. Refuses a state that does not fit before anything changes."""
+        accepted: dict[str, Any] = {}
+
+        def check(_: Optimizer, final: dict[str, Any]) -> None:  # runs after the hooks of the user
+            self._check_state_dict(final)
+            accepted.update(final)
+
+        handle = self.register_load_state_dict_pre_hook(check)
+        try:
+            super().load_state_dict(_copied(state_dict))
+        finally:
+            handle.remove()
+        keys = [key for group in accepted["param_groups"] for key in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for key, parameter in zip(keys, parameters, strict=True):
+            if key in accepted["state"]:
+                self._restore_types(parameter, accepted["state"][key])
+
+    def _restore_types(self, parameter: Tensor, saved: dict[str, Any]) -> None:
+        """Give the loaded state of a parameter the types it had when it was saved, where torch changed them."""
+
+    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["param_groups"]
+        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError(
+                f"the loaded state has parameter groups of {[len(g['params']) for g in saved]} parameters, this "
+                f"optimizer has {[len(g['params']) for g in self.param_groups]}."
+            )
+        merged = [{**self.defaults, **group} for group in saved]
+        for group in merged:
+            self._check_group(group)
+        self._check_agreement(merged)
+        keys = [key for group in saved for key in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for i, (key, parameter) in enumerate(zip(keys, parameters, strict=True)):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                    raise ValueError(
+                        f"the loaded state's {name!r} of parameter {i} has shape {tuple(value.shape)}, the parameter "
+                        f"has {tuple(parameter.shape)}: it belongs to another model."
+                    )
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            raise TypeError(
+                "an optimizer with a process_group cannot be copied or pickled: a group belongs to its process. "
+                "Save optimizer.state_dict() instead."
+            )
+        return {**super().__getstate__(), "module": self.module, "process_group": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_away" not in self.__dict__:
+            self._reset()
+        for group in self.param_groups:  # a state saved by an older version
+            for name, value in self.defaults.items():
+                if name != "differentiable":  # torch adds it to the defaults, and expects no group to have it
+                    group.setdefault(name, value)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were left out because of non-finite numbers since this object was made (reads the device)."""
+        return 0 if self._skipped is None else int(self._skipped)
+
+    @property
+    def grad_scale(self) -> None:
+        """Always None: `torch.amp.GradScaler` is refused."""
+        return None
+
+    @grad_scale.setter
+    def grad_scale(self, value: Any) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__} does not work with GradScaler: each step has two backward passes and its "
+            "perturbations would be scaled too. Use torch.autocast with dtype=torch.bfloat16 and no scaler: "
+            "optimizer.step(loss_fn, x, y)."
+        )
+
+    # ------------------------------------------------------------------ small things
+
+    def _option(self, name: str) -> Any:
+        """The value of an option of the whole optimizer."""
+        return self.param_groups[0][name]
+
+    def _refuse_if_away(self, what: str) -> None:
+        if self._away is not None:
+            raise RuntimeError(f"cannot {what} {self._away}: the model does not hold its own weights there.")
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(message, stacklevel=5)
+
+    def _name(self, slot: Slot) -> str:
+        names = [name for group in self.param_groups for name in group.get("param_names", ())]
+        if not names and self.module is not None:
+            by_id = {id(p): name for name, p in self.module.named_parameters()}
+            return by_id[id(slot.parameter)]
+        return names[slot.index] if names else f"parameter {slot.index} of shape {tuple(slot.parameter.shape)}"
+
+    def _check_agreement(self, groups: list[dict[str, Any]]) -> None:
+        for name in self.whole_options:
+            values = [group[name] for group in groups if name in group]
+            if any(value != values[0] for value in values):
+                raise ValueError(f"{name} is an option of the whole optimizer, but the groups say {values}.")
+
+    def _check_module(self) -> None:
+        if self.module is None:
+            return
+        if self.process_group is not None and isinstance(self.module, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                "give process_group= or a DistributedDataParallel module, not both: with process_group= the optimizer "
+                "averages over the ranks itself, so hand it the bare module."
+            )
+        known = {id(p) for p in self.module.parameters()}
+        if any(id(p) not in known for group in self.param_groups for p in group["params"]):
+            raise ValueError("some parameters given to the optimizer do not belong to module=: is it another model?")
+
+    def _describe_nonfinite(self, slots: list[Slot], losses: list[Tensor], statistics: tuple[list[Tensor], ...]) -> str:
+        bad = [f"the loss of pass {i + 1} is {loss.item()}" for i, loss in enumerate(losses) if not loss.isfinite()]
+        names = [
+            self._name(slot)
+            for i, slot in enumerate(slots)
+            if not all(bool(tensors[i].isfinite().all()) for tensors in statistics)
+        ]
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            bad.append(f"the gradient of {', '.join(names[:3])}{more} is not finite")
+        return (
+            f"{'; '.join(bad)}. Weights and state are unchanged. Lower lr or rho, look at the batch, or leave such "
+            "steps out with nonfinite='skip'."
+        )
+
+
+def write(target: Tensor, value: Tensor, accept: Tensor | None) -> None:
+    """Write `value` into `target` in place, unless `accept` is given and false."""
+    target.copy_(value if accept is None else torch.where(accept.to(target.device), value.to(target.dtype), target))
+
+
+@contextlib.contextmanager
+def _without_autocast(device: torch.device) -> Iterator[None]:
+    with torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _checked_loss(loss: Any) -> Tensor:
+    if isinstance(loss, int | float):
+        return torch.tensor(float(loss))
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the closure returned {type(loss).__name__}: it must return the loss, a scalar tensor.")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"the closure returned a tensor of shape {tuple(loss.shape)}: it must return one number, the mean loss "
+            "over the examples it was given."
+        )
+    return loss
+
+
+def _take_gradient(slot: Slot) -> Tensor:
+    gradient = slot.parameter.grad
+    if gradient is None:
+        return torch.zeros_like(slot.parameter, dtype=slot.dtype)
+    if gradient.layout != torch.strided:
+        raise ValueError(
+            f"a gradient of layout {gradient.layout} arrived (an embedding with sparse=True?): dense gradients only."
+        )
+    slot.seen = True
+    return gradient.to(slot.dtype)
+
+
+def _check_parameter(parameter: Any) -> None:
+    if not isinstance(parameter, Tensor):
+        return  # torch says it better
+    if parameter.layout != torch.strided:
+        raise ValueError(f"a parameter has layout {parameter.layout}: dense parameters only.")
+    if parameter.is_complex():
+        raise ValueError("a parameter is complex: real ones only (torch.view_as_real gives a real view).")
+
+
+def _all_finite(tensors: list[Tensor]) -> Tensor:
+    device = tensors[-1].device
+    return torch.stack([t.isfinite().all().to(device) for t in tensors]).all()
+
+
+def _copied(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, dict):
+        return {key: _copied(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_copied(value) for value in tree]
+    return tree

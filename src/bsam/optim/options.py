@@ -1,0 +1,58 @@
+"""Rules that options of an optimizer must satisfy: each names the value seen, the rule, and what to write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def non_negative(name: str, value: Any, hint: str = "") -> None:
+    """Accept finite numbers >= 0; a tensor of one element counts as its number."""
+    number = _number(name, value)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{name}={value} must be a finite number >= 0. {hint}".rstrip())
+
+
+def positive(name: str, value: Any, hint: str = "") -> None:
+    """Accept finite numbers > 0."""
+    number = _number(name, value)
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{name}={value} must be a finite number > 0. {hint}".rstrip())
+
+
+def betas(value: Any) -> None:
+    """Accept a pair of numbers in [0, 1)."""
+    if not isinstance(value, Sequence) or len(value) != 2:
+        raise ValueError(f"betas={value!r} must be a pair of numbers in [0, 1), like (0.9, 0.999).")
+    for beta in value:
+        if not 0 <= _number("betas", beta) < 1:
+            raise ValueError(f"betas={value!r} must both lie in [0, 1), like (0.9, 0.999).")
+
+
+def count(name: str, value: Any, hint: str = "") -> None:
+    """Accept integers >= 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be an integer >= 1. {hint}".rstrip())
+
+
+def integer(name: str, value: Any) -> None:
+    """Accept integers of 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name}={value!r} must be an integer of at most 64 bits.")
+
+
+def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Accept one of a few values."""
+    if not any(value is choice or value == choice for choice in choices):
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"Tensor {name} must be 1-element, not of shape {tuple(value.shape)}.")
+    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+        raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}.")
+    return float(value)

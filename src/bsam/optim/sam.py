@@ -1,0 +1,152 @@
+"""SAM: sharpness-aware minimization on top of any torch optimizer.
+
+Foret, Kleiner, Mobahi and Neyshabur (2021), "Sharpness-Aware Minimization for Efficiently Improving Generalization",
+ICLR; lines 3 to 6 of Algorithm 1 (the blue boxes) of Möllenhoff and Khan (2023). Lines 7 to 9 are the base
+optimizer's: with `torch.optim.SGD` this is SAM-SGD, with `torch.optim.Adam` it is SAM-Adam.
+
+    1:  while not converged, for a minibatch cut into m parts M_1 .. M_m:
+    2:      g_k      <-  mean gradient of M_k at omega
+    3:      eps_k    <-  rho g_k / ||g_k||
+    4:      g_eps    <-  mean over k of the mean gradient of M_k at omega + eps_k
+    5:      omega    <-  one step of the base optimizer with the gradient g_eps
+
+| paper | here |
+|---|---|
+| omega | the module's weights |
+| rho, m | `rho`, `splits` |
+| delta | `weight_decay` of the base optimizer; prior_precision / N in the paper's tables |
+
+Where this differs from print, and why:
+
+- The norm runs over all perturbed parameters of all groups and is taken of the loss gradient alone, without weight
+  decay. A zero gradient is not perturbed.
+- torch's Adam corrects the bias of its averages, Algorithm 1 does not: the first steps are larger.
+- Sub-batches count by their size, so that ragged ones give the mean over all examples.
+
+State: the base optimizer's own. `state` and `param_groups` are shared with it, so state_dict holds everything.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bsam.optim import options
+from bsam.optim.base import GradAt, Probe, ProbingOptimizer, Slot
+
+__all__ = ["SAM", "perturbation"]
+
+
+def perturbation(g: Tensor, norm: Tensor, rho: float) -> Tensor:
+    """The adversarial step eps, of length rho over all parameters together."""
+    return rho * g / norm.clamp_min(torch.finfo(norm.dtype).tiny)  # line 3
+
+
+class SAM(ProbingOptimizer):
+    """SAM with a base optimizer.
+
+    Args:
+        params: Parameters, named parameters, or groups of them. A group may override `rho` and every option of
+            the base optimizer, and say `perturb=False` to be left out of the adversarial step.
+        base_optimizer: A torch optimizer class, or a function that makes one: called with the groups and
+            `base_kwargs`.
+        rho: Radius of the ball in which the loss is maximised.
+        splits: Into how many parts each minibatch is cut, each with a perturbation of its own (m-sharpness).
+            Not gradient accumulation: it changes the method.
+        nonfinite: `"raise"` stops at a loss or gradient that is not finite, `"skip"` leaves the step out and counts
+            it in `skipped_steps` (here at the price of one look at the device a step).
+        max_grad_norm: Clips the norm of g_eps, the averaged gradient at the perturbed weights.
+        module: The model. Lets the optimizer handle BatchNorm and name parameters in messages.
+        batch_norm: Which passes move BatchNorm's running statistics, see `bsam.batch_norm`.
+        process_group: Ranks as further splits, see the page on distributed training.
+        base_kwargs: Options of the base optimizer.
+
+    >>> model = nn.Linear(3, 2)
+    >>> optimizer = SAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9)
+    >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
+    >>> loss = optimizer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        base_optimizer: Callable[..., Optimizer],
+        *,
+        rho: float,
+        splits: int = 1,
+        nonfinite: str = "raise",
+        max_grad_norm: float | None = None,
+        module: nn.Module | None = None,
+        batch_norm: str = "first_split",
+        process_group: dist.ProcessGroup | None = None,
+        **base_kwargs: Any,
+    ) -> None:
+        if isinstance(base_optimizer, Optimizer) or not callable(base_optimizer):
+            raise TypeError(
+                f"base_optimizer={base_optimizer!r} must be a class or a function that makes an optimizer: "
+                "SAM(params, torch.optim.SGD, rho=0.05, lr=0.1)."
+            )
+        defaults = {
+            "rho": rho,
+            "perturb": True,
+            "splits": splits,
+            "nonfinite": nonfinite,
+            "max_grad_norm": max_grad_norm,
+            "batch_norm": batch_norm,
+        }
+        self._check_group({**defaults, **base_kwargs})
+        super().__init__(params, defaults, module=module, process_group=process_group)
+        self.base_optimizer = base_optimizer(self.param_groups, **base_kwargs)
+        if inspect.signature(self.base_optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{type(self.base_optimizer).__name__} evaluates the loss by itself, so SAM cannot hand it a gradient."
+            )
+        self.defaults = {**self.base_optimizer.defaults, **defaults}
+        for group in self.base_optimizer.param_groups:
+            self._check_group(group)
+        self.param_groups, self.state = self.base_optimizer.param_groups, self.base_optimizer.state
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        options.non_negative("rho", group["rho"])
+        options.one_of("perturb", group["perturb"], (True, False))
+        if "lr" in group:
+            options.non_negative("lr", group["lr"])
+
+    def _probe(self, slots: list[Slot], grad_at: GradAt, split: int) -> Probe:
+        g, loss = grad_at(None for _ in slots)  # line 2
+        perturbed = [g_i for slot, g_i in zip(slots, g, strict=True) if slot.group["perturb"]]
+        norm = torch.nn.utils.get_total_norm(perturbed)
+        eps = (
+            perturbation(g_i, norm.to(g_i.device), slot.group["rho"]) if slot.group["perturb"] else None
+            for slot, g_i in zip(slots, g, strict=True)
+        )
+        g_eps, _ = grad_at(eps)  # line 4
+        return Probe(loss, (g_eps,))
+
+    def _update(self, slots: list[Slot], statistics: tuple[list[Tensor], ...], accept: Tensor | None) -> None:
+        if accept is None or bool(accept):  # the base optimizer cannot select on the device
+            step = type(self.base_optimizer).step
+            step = getattr(step, "__wrapped__", step)  # without hooks: torch's global ones run once, for SAM's step
+            step(self.base_optimizer)  # line 5, with the gradients that ProbingOptimizer.step left in p.grad
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; options left out take the optimizer's defaults."""
+        if "base_optimizer" in self.__dict__:
+            self.base_optimizer.add_param_group(self._checked_group(param_group))  # the list of groups is shared
+        else:
+            super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "base_optimizer": self.base_optimizer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # State and groups are new objects now, here as after load_state_dict: share them again.
+        self.base_optimizer.__setstate__({"state": self.state, "param_groups": self.param_groups})

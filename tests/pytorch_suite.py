@@ -1,0 +1,116 @@
+"""Run PyTorch's own optimizer tests (test/test_optim.py of its repository) on our optimizers.
+
+The file is not part of the wheel. Take it from a PyTorch checkout of the installed version, then
+
+    python -m tests.pytorch_suite path/to/test_optim.py
+
+Arguments after the path go to pytest. The tests are generated from `OptimizerInfo` records in a list; this puts ours
+there in place of PyTorch's, before the file is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal import common_optimizers as suite
+
+import bsam
+
+
+class FromGradients:
+    """Lets step() be called without a closure, as some of the tests do: the present gradients count at all weights."""
+
+    def step(self, closure: Any = None, *batch: Any) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters]
+
+        def replay() -> float:
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = None if gradient is None else gradient.clone()
+            return 0.0
+
+        return super().step(replay if closure is None else closure, *batch)
+
+
+# tolerance_grad: one test takes every optimizer with a closure for LBFGS.
+
+
+class BSAM(FromGradients, bsam.BSAM):
+    def __init__(
+        self, params: Any, lr: Any = 0.1, num_data: int = 1000, tolerance_grad: Any = None, **options: Any
+    ) -> None:
+        super().__init__(params, lr, num_data=num_data, **options)
+
+
+class SAMSGD(FromGradients, bsam.SAM):
+    def __init__(
+        self, params: Any, lr: Any = 1e-3, rho: float = 0.05, tolerance_grad: Any = None, **options: Any
+    ) -> None:
+        super().__init__(params, torch.optim.SGD, rho=rho, lr=lr, **options)
+
+
+class SAMAdam(FromGradients, bsam.SAM):
+    def __init__(
+        self, params: Any, lr: Any = 1e-3, rho: float = 0.05, tolerance_grad: Any = None, **options: Any
+    ) -> None:
+        super().__init__(params, torch.optim.Adam, rho=rho, lr=lr, **options)
+
+
+def inputs(*kwargs: dict[str, Any]) -> Any:
+    # The tests change the dictionaries they are given.
+    return lambda device, dtype=None: [suite.OptimizerInput(params=None, kwargs=dict(k), desc=str(k)) for k in kwargs]
+
+
+def error_inputs(*cases: tuple[dict[str, Any], str]) -> Any:
+    def make(device: Any, dtype: Any) -> list[Any]:
+        params = [torch.nn.Parameter(torch.randn(1, 1, device=device, dtype=dtype))]
+        own = [
+            suite.ErrorOptimizerInput(
+                suite.OptimizerInput(params, kwargs, desc=regex), error_type=ValueError, error_regex=regex
+            )
+            for kwargs, regex in cases
+        ]
+        return suite.get_error_inputs_for_all_optims(device, dtype) + own
+
+    return make
+
+
+def info(cls: type, kwargs: list[dict[str, Any]], errors: list[tuple[dict[str, Any], str]]) -> suite.OptimizerInfo:
+    return suite.OptimizerInfo(
+        cls,
+        optim_inputs_func=inputs(*kwargs),
+        optim_error_inputs_func=error_inputs(*errors),
+        supported_impls=(),
+        not_og_supported_flags=(),
+        supports_complex=False,
+        step_requires_closure=True,
+    )
+
+
+INFOS = [
+    info(
+        BSAM,
+        [{}, {"lr": 0.01}, {"lr": torch.tensor(0.01)}, {"rho": 0.1}, {"betas": (0.5, 0.9)}, {"damping": 1.0}],
+        [({"lr": -1.0}, "lr=-1.0"), ({"betas": (1.0, 0.9)}, "betas"), ({"num_data": 0}, "num_data=0")],
+    ),
+    info(
+        SAMSGD,
+        [{}, {"lr": 0.01}, {"lr": torch.tensor(0.001)}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"rho": 0.0}],
+        [({"rho": -0.1}, "rho=-0.1"), ({"momentum": -0.5}, "Invalid momentum value: -0.5")],
+    ),
+    info(
+        SAMAdam,
+        [{}, {"lr": 0.01}, {"weight_decay": 0.1}, {"amsgrad": True}, {"rho": 0.2}],
+        [({"lr": -1.0}, "lr=-1.0"), ({"betas": (1.0, 0.0)}, "Invalid beta parameter")],
+    ),
+]
+
+
+if __name__ == "__main__":
+    suite.optim_db[:] = INFOS
+    path, *rest = sys.argv[1:] or sys.exit(__doc__)
+    names = " or ".join(f"_{info.name}_cpu" for info in INFOS)
+    sys.exit(pytest.main([path, "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "-k", names, *rest]))

@@ -1,0 +1,520 @@
+import json
+import math
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, roc_auc_score
+from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
+
+from bsam import metrics as M
+
+NAMES = ("accuracy", "nll", "ece", "auroc", "brier")
+
+# Five examples of three classes. Confidences 0.9, 0.6, 0.6, 0.5, 0.4; correct 1, 1, 0, 0, 1.
+P = torch.tensor(
+    [[0.9, 0.1, 0.0], [0.2, 0.6, 0.2], [0.3, 0.1, 0.6], [0.5, 0.25, 0.25], [0.3, 0.3, 0.4]], dtype=torch.float64
+)
+Y = torch.tensor([0, 1, 0, 2, 2])
+
+
+def random_predictions(n, num_classes=10, seed=0, dtype=torch.float64, levels=None):
+    """Overconfident log-probabilities; `levels` rounds the logits so that confidences tie."""
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, num_classes, generator=g, dtype=torch.float64)
+    if levels:
+        logits = (logits * levels).round() / levels
+    labels = torch.multinomial(logits.softmax(1), 1, generator=g).squeeze(1)
+    return (2 * logits).log_softmax(1).to(dtype), labels
+
+
+def row_with_confidence(p, num_classes=40):
+    """One row of float64 log-probabilities whose largest probability is p."""
+    row = torch.full((1, num_classes), (1 - p) / (num_classes - 1), dtype=torch.float64)
+    row[0, 7] = p
+    return row.log()
+
+
+@st.composite
+def predictions(draw):
+    n = draw(st.integers(1, 40))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    levels = draw(st.sampled_from([None, 1, 2]))
+    return random_predictions(n, draw(st.integers(2, 9)), draw(st.integers(0, 2**32)), dtype, levels)
+
+
+def same(a, b):
+    """Equal as dicts of floats, NaN being equal to NaN."""
+    return json.dumps(a.as_dict()) == json.dumps(b.as_dict())
+
+
+# The definitions, by hand and by literal loops.
+
+
+def test_hand_computed():
+    s = M.summary((P.log(), Y), num_bootstrap=0)
+    assert s.num_examples == 5
+    assert s.accuracy == pytest.approx(3 / 5)
+    assert s.nll == pytest.approx(-(math.log(0.9) + math.log(0.6) + math.log(0.3) + math.log(0.25) + math.log(0.4)) / 5)
+    # Bins end at 0.9, 0.6 (one right, one wrong), 0.5 and 0.4.
+    assert s.ece == pytest.approx((0.1 + 2 * abs(0.5 - 0.6) + 0.5 + 0.6) / 5)
+    # Right {0.9, 0.6, 0.4} against wrong {0.6, 0.5}: 2 + 1.5 + 0 of 6 pairs.
+    assert s.auroc == pytest.approx(3.5 / 6)
+    brier = (
+        (0.01 + 0.01) + (0.04 + 0.16 + 0.04) + (0.49 + 0.01 + 0.36) + (0.25 + 0.0625 + 0.5625) + (0.09 + 0.09 + 0.36)
+    )
+    assert s.brier == pytest.approx(brier / 5)
+    assert s.intervals == {}
+
+
+def test_functions_are_the_summary():
+    log_probs, labels = random_predictions(200)
+    s = M.summary((log_probs, labels), num_bootstrap=0)
+    assert tuple(getattr(M, name)(log_probs, labels) for name in NAMES) == tuple(getattr(s, name) for name in NAMES)
+    assert M.ece(log_probs, labels, num_bins=7) == M.summary((log_probs, labels), num_bins=7, num_bootstrap=0).ece
+    assert all(isinstance(getattr(M, name)(log_probs, labels), float) for name in NAMES)
+
+
+def test_predictions_object_and_dtypes():
+    log_probs, labels = random_predictions(50)
+    whole = M.summary((log_probs, labels))
+    assert M.summary(SimpleNamespace(log_probs=log_probs, labels=labels)) == whole
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        assert M.summary((log_probs, labels.to(dtype))) == whole
+    strided = log_probs.T.contiguous().T
+    assert M.summary((strided.requires_grad_(), labels)) == whole
+
+
+def test_ignores_the_default_device_and_dtype():
+    log_probs, labels = random_predictions(50)
+    whole = M.summary((log_probs, labels))
+    with torch.device("meta"):
+        assert M.summary((log_probs, labels)) == whole
+
+
+def slow_ece(log_probs, labels, num_bins):
+    n = len(labels)
+    bins = [[] for _ in range(num_bins)]
+    for row, y in zip(log_probs.double().tolist(), labels.tolist(), strict=True):
+        confidence = math.exp(max(row))
+        for b in range(1, num_bins + 1):
+            if (b - 1) / num_bins < confidence <= b / num_bins:
+                bins[b - 1].append((confidence, row.index(max(row)) == y))
+    total = 0.0
+    for members in bins:
+        if members:
+            conf = sum(c for c, _ in members) / len(members)
+            acc = sum(a for _, a in members) / len(members)
+            total += len(members) / n * abs(acc - conf)
+    return total
+
+
+def slow_auroc(log_probs, labels):
+    right, wrong = [], []
+    for row, y in zip(log_probs.double().tolist(), labels.tolist(), strict=True):
+        (right if row.index(max(row)) == y else wrong).append(math.exp(max(row)))
+    wins = sum((r > w) + (r == w) / 2 for r in right for w in wrong)
+    return wins / (len(right) * len(wrong))
+
+
+@pytest.mark.parametrize("num_bins", [1, 2, 15, 20, 100])
+@pytest.mark.parametrize("num_classes", [2, 10])
+def test_ece_is_the_literal_definition(num_bins, num_classes):
+    log_probs, labels = random_predictions(300, num_classes)
+    assert M.ece(log_probs, labels, num_bins) == pytest.approx(slow_ece(log_probs, labels, num_bins), abs=1e-14)
+
+
+@pytest.mark.parametrize("levels", [None, 1, 2])
+def test_auroc_is_the_literal_definition(levels):
+    log_probs, labels = random_predictions(200, 4, levels=levels)
+    assert M.auroc(log_probs, labels) == pytest.approx(slow_auroc(log_probs, labels), abs=1e-14)
+
+
+# Against other packages.
+
+
+@pytest.mark.parametrize("num_classes", [2, 10])
+@pytest.mark.parametrize("levels", [None, 1])
+def test_scikit_learn(num_classes, levels):
+    log_probs, labels = random_predictions(500, num_classes, levels=levels)
+    p, y = log_probs.exp().numpy(), labels.numpy()
+    correct = p.argmax(1) == y
+    classes = np.arange(num_classes)
+    assert M.accuracy(log_probs, labels) == pytest.approx(accuracy_score(y, p.argmax(1)))
+    assert M.nll(log_probs, labels) == pytest.approx(log_loss(y, p, labels=classes))
+    assert M.auroc(log_probs, labels) == pytest.approx(roc_auc_score(correct, p.max(1)), abs=1e-14)
+    assert M.brier(log_probs, labels) == pytest.approx(brier_score_loss(y, p, labels=classes, scale_by_half=False))
+
+
+@pytest.mark.parametrize("num_bins", [10, 20])
+def test_torchmetrics(num_bins):
+    log_probs, labels = random_predictions(500)
+    p = log_probs.exp()
+    assert M.accuracy(log_probs, labels) == pytest.approx(
+        multiclass_accuracy(p, labels, num_classes=10, average="micro").item()
+    )
+    theirs = multiclass_calibration_error(p, labels, num_classes=10, n_bins=num_bins, norm="l1").item()
+    assert M.ece(log_probs, labels, num_bins) == pytest.approx(theirs, abs=1e-7)
+
+
+def test_torchmetrics_issue_3510_gives_confidence_one_a_bin_of_its_own():
+    p = torch.tensor([[1.0, 0.0], [0.96, 0.04]], dtype=torch.float64)
+    labels = torch.tensor([1, 0])  # the certain one is wrong, the other right
+    # One bin (0.95, 1]: accuracy 0.5, confidence 0.98. Two bins: (1 + 0.04) / 2.
+    assert M.ece(p.log(), labels) == pytest.approx(0.48)
+    theirs = multiclass_calibration_error(p, labels, num_classes=2, n_bins=20, norm="l1").item()
+    assert theirs == pytest.approx(0.52), "torchmetrics#3510 is fixed: correct the docstring of bsam.metrics"
+
+
+# Bins.
+
+
+@pytest.mark.parametrize("b", range(1, 21))
+def test_edges_belong_to_the_bin_below(b):
+    labels = torch.tensor([7])
+    for p in (0.05 * b, b / 20):  # 0.05 * 3 > 3 / 20 in floating point; exp(log(p)) need not be p
+        count = M.reliability(row_with_confidence(min(p, 1.0)), labels).count
+        assert count.tolist() == [float(i == b - 1) for i in range(20)]
+    if b < 20:
+        assert M.reliability(row_with_confidence(b / 20 + 1e-9), labels).count[b] == 1
+
+
+@pytest.mark.parametrize("num_bins", [3, 7, 10, 15, 30])
+def test_edges_for_other_numbers_of_bins(num_bins):
+    for b in range(1, num_bins + 1):
+        count = M.reliability(row_with_confidence(b / num_bins), torch.tensor([7]), num_bins).count
+        assert count.argmax() == b - 1
+
+
+@pytest.mark.parametrize("num_classes", [2, 4, 5, 10, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_uniform_predictions_are_in_the_bin_that_ends_at_one_over_k(num_classes, dtype):
+    log_probs = torch.zeros(1, num_classes, dtype=dtype).log_softmax(1)
+    assert M.reliability(log_probs, torch.tensor([0])).count[20 // num_classes - 1] == 1
+
+
+def test_confidence_above_one_by_rounding_is_in_the_last_bin():
+    log_probs = torch.tensor([[1e-6, -20.0]])
+    assert M.reliability(log_probs, torch.tensor([0])).count[-1] == 1
+
+
+def test_reliability_table():
+    table = M.reliability(P.log(), Y, num_bins=10)  # bins end at 0.4, 0.5, 0.6, 0.9
+    nan = math.nan
+    expected = {
+        "count": [0, 0, 0, 1, 1, 2, 0, 0, 1, 0],
+        "confidence": [nan, nan, nan, 0.4, 0.5, 0.6, nan, nan, 0.9, nan],
+        "accuracy": [nan, nan, nan, 1, 0, 0.5, nan, nan, 1, nan],
+    }
+    for name, values in expected.items():
+        torch.testing.assert_close(
+            getattr(table, name), torch.tensor(values, dtype=torch.float64), equal_nan=True, msg=name
+        )
+
+
+# Streaming.
+
+
+@settings(deadline=None, max_examples=100)
+@given(predictions(), st.data())
+def test_streaming_is_the_whole_set_exactly(data, draw):
+    log_probs, labels = data
+    n = len(labels)
+    cuts = draw.draw(st.lists(st.integers(0, n), max_size=8).map(sorted))
+    metrics = M.Metrics()
+    for start, end in pairwise([0, *cuts, n]):  # some batches are empty
+        metrics.update(log_probs[start:end], labels[start:end])
+    assert same(metrics.compute(num_bootstrap=10), M.summary((log_probs, labels), num_bootstrap=10))
+    assert metrics.reliability().count.equal(M.reliability(log_probs, labels).count)
+
+
+def test_streaming_of_very_long_rows_one_by_one():
+    log_probs, labels = random_predictions(4, 40_000)
+    metrics = M.Metrics()
+    for i in range(4):
+        metrics.update(log_probs[i : i + 1], labels[i : i + 1])
+    assert same(metrics.compute(num_bootstrap=0), M.summary((log_probs, labels), num_bootstrap=0))
+
+
+def test_streaming_keeps_four_numbers_per_example():
+    metrics = M.Metrics()
+    metrics.update(*random_predictions(30, 100))
+    assert [column.untyped_storage().nbytes() for column in metrics._batches[0]] == [8 * 30] * 4
+
+
+def test_merge():
+    log_probs, labels = random_predictions(90)
+    parts = []
+    for i in range(0, 90, 30):
+        parts.append(M.Metrics(num_bins=15))
+        parts[-1].update(log_probs[i : i + 30], labels[i : i + 30])
+    total = M.Metrics(num_bins=15)
+    for part in parts:
+        total.merge(part)
+    assert total.compute() == M.summary((log_probs, labels), num_bins=15)
+    assert parts[0].compute() == M.summary((log_probs[:30], labels[:30]), num_bins=15)
+    with pytest.raises(ValueError, match=r"20 bins into metrics of 15; write Metrics\(num_bins=15\)"):
+        total.merge(M.Metrics())
+
+
+@settings(deadline=None, max_examples=50)
+@given(predictions(), st.randoms(use_true_random=False))
+def test_order_does_not_matter(data, random):
+    log_probs, labels = data
+    order = list(range(len(labels)))
+    random.shuffle(order)
+    a = M.summary((log_probs, labels), num_bootstrap=0)
+    b = M.summary((log_probs[order], labels[order]), num_bootstrap=0)
+    for name in NAMES:
+        assert getattr(a, name) == pytest.approx(getattr(b, name), abs=1e-13, nan_ok=True)
+
+
+@settings(deadline=None, max_examples=50)
+@given(predictions())
+def test_ranges(data):
+    s = M.summary(data, num_bootstrap=0)
+    assert 0 <= s.accuracy <= 1
+    assert s.nll >= 0
+    assert 0 <= s.ece <= 1
+    assert math.isnan(s.auroc) == (s.accuracy in (0, 1))
+    assert math.isnan(s.auroc) or 0 <= s.auroc <= 1
+    assert 0 <= s.brier <= 2
+
+
+# Degenerate sets.
+
+
+def test_ties_of_the_argmax_go_to_the_lowest_class():
+    log_probs = torch.tensor([[0.2, 0.4, 0.4]]).log()
+    assert M.accuracy(log_probs, torch.tensor([1])) == 1
+    assert M.accuracy(log_probs, torch.tensor([2])) == 0
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_auroc_is_nan_without_both_kinds(right):
+    log_probs, _ = random_predictions(20)
+    labels = log_probs.argmax(1) if right else log_probs.argmin(1)
+    s = M.summary((log_probs, labels), num_bootstrap=50)
+    assert s.accuracy == right
+    assert math.isnan(s.auroc)
+    assert all(math.isnan(end) for end in s.intervals["auroc"])
+    assert all(math.isfinite(getattr(s, name)) for name in NAMES if name != "auroc")
+    assert all(low <= high for name, (low, high) in s.intervals.items() if name != "auroc")
+    assert "nan" in str(s)
+
+
+def test_auroc_interval_of_the_defined_resamples():
+    s = M.summary((P[:3].log(), Y[:3]))  # one wrong of three: absent from 30% of the resamples
+    assert s.auroc == 0.75
+    assert s.intervals["auroc"] == (0.5, 1.0)
+
+
+def test_zero_probability():
+    log_probs = torch.tensor([[0.0, -math.inf], [0.0, -math.inf], [0.0, -math.inf]])
+    s = M.summary((log_probs, torch.tensor([0, 0, 1])))
+    assert (s.accuracy, s.nll, s.auroc) == (2 / 3, math.inf, 0.5)
+    assert s.ece == pytest.approx(1 / 3)
+    assert s.brier == pytest.approx(2 / 3)
+    assert s.intervals["nll"] == (0.0, math.inf)
+    assert M.nll(log_probs, torch.tensor([0, 0, 0])) == 0
+
+
+def test_one_example():
+    s = M.summary((P[:1].log(), Y[:1]))
+    assert (s.num_examples, s.accuracy, s.intervals["accuracy"]) == (1, 1.0, (1.0, 1.0))
+
+
+# Errors.
+
+GOOD = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]).log()
+LABELS = torch.tensor([0, 2])
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "labels", "error", "message"),
+    [
+        ([[0.0]], LABELS, TypeError, r"log_probs must be a tensor, got list; write torch.as_tensor\(log_probs\)"),
+        (GOOD, [0, 2], TypeError, r"labels must be a tensor, got list; write torch.as_tensor\(labels\)"),
+        (GOOD[0], LABELS, ValueError, r"shape \(n, K\), got \(3,\); write log_probs.reshape"),
+        (GOOD[:, :1] * 0, LABELS, ValueError, "at least 2 classes, got 1; for one logit"),
+        (GOOD, LABELS[:1], ValueError, r"labels must have shape \(2,\), one per row of log_probs, got \(1,\)"),
+        (GOOD, torch.eye(3)[LABELS], ValueError, r"got \(2, 3\); write one_hot.argmax\(dim=1\)"),
+        (GOOD.long(), LABELS, TypeError, "log_probs must be floating point, got torch.int64; apply log_softmax"),
+        (GOOD, LABELS.float(), TypeError, r"labels must be integers, got torch.float32; write labels.long\(\)"),
+        (GOOD, LABELS > 0, TypeError, "labels must be integers, got torch.bool"),
+        (GOOD, LABELS + 1, ValueError, r"labels must lie in 0..2, got 3 in row 1"),
+        (GOOD, LABELS - 1, ValueError, r"labels must lie in 0..2, got -1 in row 0"),
+        (GOOD.exp(), LABELS, ValueError, r"normalised.*got logsumexp = 1.44 in row 0; write probs.log\(\)"),
+        (GOOD + 5, LABELS, ValueError, r"normalised.*got logsumexp = 5 in row 0; write log_softmax"),
+        (GOOD - math.inf, LABELS, ValueError, r"normalised.*got logsumexp = -inf in row 0; write log_softmax"),
+        (GOOD * math.nan, LABELS, ValueError, "below inf .* got nan in row 0, column 0; look for inf or NaN"),
+        (GOOD + math.inf, LABELS, ValueError, "below inf .* got inf in row 0, column 0; look for inf or NaN"),
+        (GOOD[:0], LABELS[:0], ValueError, "need at least one example, got none"),
+    ],
+)
+@pytest.mark.parametrize("function", [*(getattr(M, name) for name in NAMES), M.reliability])
+def test_bad_input(function, log_probs, labels, error, message):
+    with pytest.raises(error, match=message):
+        function(log_probs, labels)
+
+
+def test_bad_options():
+    for num_bins in (0, -1, 2.5):
+        with pytest.raises(ValueError, match=f"num_bins must be a positive integer, got {num_bins}; write"):
+            M.ece(GOOD, LABELS, num_bins)
+    for num_bootstrap in (-1, 1.5):
+        with pytest.raises(ValueError, match=f"integer >= 0, got {num_bootstrap}; write 0"):
+            M.summary((GOOD, LABELS), num_bootstrap=num_bootstrap)
+    for level in (0, 1, 95):
+        with pytest.raises(ValueError, match=f"level must lie between 0 and 1, got {level}; write 0.95"):
+            M.summary((GOOD, LABELS), level=level)
+    with pytest.raises(ValueError, match="need at least one example"):
+        M.Metrics().compute()
+    for bad in (GOOD, (GOOD, LABELS, LABELS)):
+        with pytest.raises(TypeError, match=rf"got {type(bad).__name__}; write \(log_probs, labels\)"):
+            M.summary(bad)
+
+
+def test_a_failed_update_adds_nothing():
+    metrics = M.Metrics()
+    metrics.update(GOOD, LABELS)
+    with pytest.raises(ValueError, match="normalised"):
+        metrics.update(GOOD + 1, LABELS)
+    assert metrics.compute() == M.summary((GOOD, LABELS))
+
+
+# The bootstrap.
+
+
+def test_bootstrap_is_reproducible_and_leaves_the_global_generator_alone():
+    data = random_predictions(300)
+    state = torch.get_rng_state()
+    a = M.summary(data, num_bootstrap=100)
+    assert torch.get_rng_state().equal(state)
+    torch.manual_seed(123)
+    assert M.summary(data, num_bootstrap=100) == a
+    assert M.summary(data, num_bootstrap=100, seed=1).intervals != a.intervals
+
+
+@pytest.mark.parametrize("levels", [None, 1])
+def test_bootstrap_is_recomputing_from_resampled_examples(levels):
+    log_probs, labels = random_predictions(60, 4, levels=levels)
+    intervals = M.summary((log_probs, labels), num_bootstrap=41, level=0.9, seed=5).intervals
+    index = torch.randint(60, (41, 60), generator=torch.Generator().manual_seed(5))
+    for name in NAMES:
+        values = sorted(getattr(M, name)(log_probs[i], labels[i]) for i in index)
+        assert intervals[name] == pytest.approx((values[2], values[38]), abs=1e-13)  # 5% and 95% of 0..40
+    correct = log_probs.argmax(1) == labels
+    by_sklearn = sorted(roc_auc_score(correct[i], log_probs[i].max(1).values) for i in index)
+    assert intervals["auroc"] == pytest.approx((by_sklearn[2], by_sklearn[38]), abs=1e-13)
+
+
+def test_bootstrap_in_several_chunks():
+    data = random_predictions(20_000, 3)
+    s = M.summary(data, num_bootstrap=105)  # 52 resamples at a time
+    standard_error = math.sqrt(s.accuracy * (1 - s.accuracy) / 20_000)
+    low, high = s.intervals["accuracy"]
+    assert high - low == pytest.approx(2 * 1.96 * standard_error, rel=0.4)
+
+
+def test_intervals_cover_the_truth():
+    population = random_predictions(20_000, 3, seed=1)
+    truth = M.summary(population, num_bootstrap=0)
+    names = [name for name in NAMES if name != "ece"]  # the plug-in ECE is biased
+    covered = dict.fromkeys(names, 0)
+    g = torch.Generator().manual_seed(0)
+    for seed in range(200):
+        index = torch.randint(20_000, (200,), generator=g)
+        s = M.summary((population[0][index], population[1][index]), num_bootstrap=200, seed=seed)
+        for name in names:
+            low, high = s.intervals[name]
+            covered[name] += low <= getattr(truth, name) <= high
+    assert all(0.89 <= count / 200 <= 0.99 for count in covered.values()), covered  # 95% nominal
+
+
+def test_intervals_shrink_with_n_and_grow_with_level():
+    def widths(n, level=0.95):
+        s = M.summary(random_predictions(n), num_bootstrap=200, level=level)
+        return torch.tensor([high - low for low, high in s.intervals.values()])
+
+    ratio = widths(200) / widths(3200)
+    assert ((ratio > 2.5) & (ratio < 6)).all(), ratio  # about sqrt(16)
+    assert (widths(200, 0.5) < widths(200)).all()
+
+
+# The summary as text and as a dict.
+
+
+def test_str():
+    s = M.Summary(10_000, 0.943, 0.18123, 0.0123, math.nan, 0.08, {"accuracy": (0.9381, 0.94761)}, 0.95)
+    assert str(s).splitlines() == [
+        "10000 examples, 95% bootstrap intervals",
+        "accuracy   0.9430   [0.9381, 0.9476]",
+        "nll        0.1812",
+        "ece        0.0123",
+        "auroc         nan",
+        "brier      0.0800",
+    ]
+    assert "intervals" not in str(M.summary((GOOD, LABELS), num_bootstrap=0))
+    certain = torch.tensor([[0.0, -math.inf]])
+    assert "-0" not in str(M.summary((certain, torch.tensor([0]))))
+
+
+def test_as_dict_survives_json():
+    s = M.summary(random_predictions(100), num_bootstrap=20)
+    d = s.as_dict()
+    assert json.loads(json.dumps(d)) == d
+    assert list(d) == ["num_examples", *NAMES, "intervals", "level"]
+    assert d["intervals"]["nll"] == list(s.intervals["nll"])
+
+
+# The diagram.
+
+
+@pytest.fixture
+def plt():
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    yield plt
+    plt.close("all")
+
+
+def test_reliability_diagram(plt):
+    log_probs, labels = random_predictions(500)
+    table = M.reliability(log_probs, labels, num_bins=12)
+    filled = table.count > 0
+    ax = M.reliability_diagram((log_probs, labels), num_bins=12)
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("confidence", "accuracy")
+    bars, gaps = ax.containers
+    assert [bar.get_height() for bar in bars] == table.accuracy[filled].tolist()
+    tops = [gap.get_y() + gap.get_height() for gap in gaps]
+    assert tops == pytest.approx(torch.maximum(table.accuracy, table.confidence)[filled].tolist())
+    assert [bar.get_x() * 12 for bar in bars] == pytest.approx(filled.nonzero().flatten().tolist())
+    (histogram,) = ax.child_axes
+    shares = [bar.get_height() for bar in histogram.containers[0]]
+    assert shares == pytest.approx((table.count[filled] / 500).tolist())
+    assert f"ECE {M.ece(log_probs, labels, 12):.4f}" in ax.get_legend().get_title().get_text()
+    assert [line.get_xydata().tolist() for line in ax.lines] == [[[0, 0], [1, 1]]]
+    ax.figure.canvas.draw()
+
+
+def test_reliability_diagram_on_given_axes(plt):
+    fig, axes = plt.subplots(1, 2)
+    log_probs, labels = random_predictions(50)
+    predictions = SimpleNamespace(log_probs=log_probs, labels=labels)
+    assert M.reliability_diagram(predictions, ax=axes[1]) is axes[1]
+    assert not axes[0].containers
+    fig.canvas.draw()
+
+
+def test_reliability_diagram_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r'pip install "bsam\[experiments\]"'):
+        M.reliability_diagram((GOOD, LABELS))
