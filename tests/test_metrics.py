@@ -91,7 +91,7 @@ def test_predictions_object_and_dtypes():
     assert M.summary((strided.requires_grad_(), labels)) == whole
 
 
-def test_ignores_the_default_device_and_dtype():
+def test_ignores_the_default_device():
     log_probs, labels = random_predictions(50)
     whole = M.summary((log_probs, labels))
     with torch.device("meta"):
@@ -386,7 +386,7 @@ def test_a_failed_update_adds_nothing():
     metrics.update(GOOD, LABELS)
     with pytest.raises(ValueError, match="normalised"):
         metrics.update(GOOD + 1, LABELS)
-    assert metrics.compute() == M.summary((GOOD, LABELS))
+    assert same(metrics.compute(), M.summary((GOOD, LABELS)))
 
 
 # The bootstrap.
@@ -430,7 +430,7 @@ def test_intervals_cover_the_truth():
     covered = dict.fromkeys(names, 0)
     g = torch.Generator().manual_seed(0)
     for seed in range(200):
-        index = torch.randint(20_000, (200,), generator=g)
+        index = torch.randint(20_000, (150,), generator=g)
         s = M.summary((population[0][index], population[1][index]), num_bootstrap=200, seed=seed)
         for name in names:
             low, high = s.intervals[name]
@@ -462,8 +462,8 @@ def test_str():
         "brier      0.0800",
     ]
     assert "intervals" not in str(M.summary((GOOD, LABELS), num_bootstrap=0))
-    certain = torch.tensor([[0.0, -math.inf]])
-    assert "-0" not in str(M.summary((certain, torch.tensor([0]))))
+    rounded = torch.tensor([[1e-6, -20.0]])  # an NLL of -1e-6
+    assert "-0" not in str(M.summary((rounded, torch.tensor([0]))))
 
 
 def test_as_dict_survives_json():

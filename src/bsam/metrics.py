@@ -16,7 +16,7 @@ $c_i = \max_k p_{ik}$, and $a_i = 1[\hat y_i = y_i]$ says whether that was corre
 - Brier: $\frac1n \sum_i \sum_k (p_{ik} - 1[y_i = k])^2$, from 0 to 2.
 
 Other packages may give other numbers. torchmetrics <= 1.9 counts a confidence of exactly 1.0 in an extra
-bin of its own (https://github.com/Lightning-AI/torchmetrics/issues/3510), which changes the ECE of every
+bin of its own (https://github.com/Lightning-AI/torchmetrics/issues/3510), which moves the ECE of a
 network that saturates; here 1.0 belongs to the last bin. Its bins are also closed on the left where those
 of Guo et al. are closed on the right. scikit-learn halves the Brier score of two classes.
 """

@@ -1,0 +1,432 @@
+"""BSAM against the transcription of Algorithm 1, against limits it must have, and its own options."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bsam
+from bsam.noise import standard_normal
+from bsam.optim.bsam import curvature, perturbation, posterior_std, update
+from tests import reference
+from tests.problems import PROBLEMS, logistic, quadratic
+
+STEPS = 50
+
+
+def flat_noise(model, seed=0):
+    """The noise BSAM draws, as the transcription takes it: one flat vector for step t and split k."""
+
+    def noise(t, k):
+        draws = [
+            standard_normal(seed, t, k, i, p.shape, dtype=torch.float64).reshape(-1)
+            for i, p in enumerate(model.parameters())
+        ]
+        return torch.cat(draws).numpy()
+
+    return noise
+
+
+def flat_state(optimizer, name):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return torch.cat([optimizer.state[p][name].reshape(-1) for p in parameters]).numpy()
+
+
+def run(problem, optimizer, minibatches):
+    for minibatch in minibatches:
+        index = torch.from_numpy(minibatch)
+        loss = optimizer.step(problem.loss_fn, problem.x[index], problem.y[index])
+        yield problem.weights(), loss.item()
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("form", ["mean_abs", "abs_mean"])
+@pytest.mark.parametrize("sample_noise", [True, False])
+@pytest.mark.parametrize("size", [12, 10])  # 10 = 3 + 3 + 2 + 2: ragged
+def test_matches_the_transcription(name, splits, form, sample_noise, size):
+    problem = PROBLEMS[name]()
+    N = 2 * len(problem.x)
+    optimizer = bsam.BSAM(
+        problem.model.parameters(),
+        lr=0.05,
+        num_data=len(problem.x),
+        augmentation_factor=2.0,
+        rho=0.03,
+        prior_precision=1.5,
+        betas=(0.8, 0.97),
+        damping=0.2,
+        init_precision=0.7,
+        splits=splits,
+        curvature=form,
+        sample_noise=sample_noise,
+        seed=11,
+    )
+    minibatches = problem.minibatches(STEPS, size)
+    expected = reference.bsam(
+        problem.gradient,
+        problem.weights(),
+        minibatches,
+        flat_noise(problem.model, seed=11),
+        alpha=0.05,
+        beta1=0.8,
+        beta2=0.97,
+        rho=0.03,
+        delta=1.5 / N,
+        gamma=0.2,
+        N=N,
+        m=splits,
+        s_0=0.7,
+        mean_abs=form == "mean_abs",
+        sampled=float(sample_noise),
+    )
+    start = problem.weights()
+    for (omega, s, g_m, loss), (weights, ours) in zip(expected, run(problem, optimizer, minibatches), strict=True):
+        np.testing.assert_allclose(weights, omega, rtol=1e-10, atol=1e-13)
+        np.testing.assert_allclose(flat_state(optimizer, "unit_precision"), s, rtol=1e-10)
+        np.testing.assert_allclose(flat_state(optimizer, "momentum"), g_m, rtol=1e-9, atol=1e-13)
+        np.testing.assert_allclose(ours, loss, rtol=1e-10)
+    assert np.abs(weights - start).max() > 0.01
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_two_groups_match_the_transcription(splits):
+    """Every option a group may have, in the transcription a vector with one number a weight."""
+    problem = logistic()
+    first, second = problem.model.parameters()
+    optimizer = bsam.BSAM(
+        [
+            {"params": [first], "lr": 0.2, "rho": 0.01, "prior_precision": 5.0, "betas": (0.5, 0.9), "damping": 0.5},
+            {"params": [second], "perturb": False, "sample": False},
+        ],
+        lr=0.03,
+        num_data=40,
+        rho=0.3,
+        prior_precision=0.5,
+        betas=(0.9, 0.99),
+        damping=0.1,
+        splits=splits,
+    )
+    of_group = lambda a, b: np.array([a, a, a, b])  # noqa: E731
+    minibatches = problem.minibatches(STEPS, 13)
+    expected = reference.bsam(
+        problem.gradient,
+        problem.weights(),
+        minibatches,
+        flat_noise(problem.model),
+        alpha=of_group(0.2, 0.03),
+        beta1=of_group(0.5, 0.9),
+        beta2=of_group(0.9, 0.99),
+        rho=of_group(0.01, 0.3),
+        delta=of_group(5.0, 0.5) / 40,
+        gamma=of_group(0.5, 0.1),
+        N=40,
+        m=splits,
+        sampled=of_group(1.0, 0.0),
+        perturbed=of_group(1.0, 0.0),
+    )
+    for (omega, s, _, _), (weights, _) in zip(expected, run(problem, optimizer, minibatches), strict=True):
+        np.testing.assert_allclose(weights, omega, rtol=1e-10)
+        np.testing.assert_allclose(flat_state(optimizer, "unit_precision"), s, rtol=1e-10)
+
+
+def test_the_pure_functions_are_the_lines_of_the_algorithm():
+    s, g = torch.tensor([0.25, 4.0]), torch.tensor([-3.0, 0.5])
+    torch.testing.assert_close(posterior_std(s, 100.0), torch.tensor([0.2, 0.05]))
+    torch.testing.assert_close(perturbation(g, s, 0.1), torch.tensor([-1.2, 0.0125]))
+    torch.testing.assert_close(curvature(g.abs(), s), torch.tensor([1.5, 1.0]))
+    options = {"alpha": 0.5, "beta1": 0.9, "beta2": 0.99, "delta": 0.1, "gamma": 0.2}
+    omega, g_m, new_s = update(torch.ones(2), torch.zeros(2), s, g, curvature(g.abs(), s), **options)
+    torch.testing.assert_close(g_m, 0.1 * (g + 0.1))
+    torch.testing.assert_close(new_s, 0.99 * s + 0.01 * (torch.tensor([1.5, 1.0]) + 0.3))
+    torch.testing.assert_close(omega, 1 - 0.5 * g_m / new_s)
+
+
+def test_without_noise_and_perturbation_it_is_scaled_gradient_descent():
+    """rho = 0, no noise, beta1 = 0, and s held at 1 by beta2 -> 1: plain gradient descent with weight decay."""
+    problem, twin = logistic(), logistic()
+    options = {"rho": 0.0, "sample_noise": False, "betas": (0.0, 1 - 2**-53), "prior_precision": 2.0}
+    ours = bsam.BSAM(problem.model.parameters(), lr=0.3, num_data=40, **options)
+    sgd = torch.optim.SGD(twin.model.parameters(), lr=0.3, weight_decay=2.0 / 40)
+    for _ in range(20):
+        ours.step(problem.loss_fn, problem.x, problem.y)
+        sgd.zero_grad()
+        twin.loss_fn(twin.x, twin.y).backward()
+        sgd.step()
+    np.testing.assert_allclose(problem.weights(), twin.weights(), rtol=1e-12)
+
+
+def test_both_curvatures_agree_for_one_split_and_differ_for_more():
+    def precision(form, splits):
+        problem = logistic()
+        optimizer = bsam.BSAM(problem.model.parameters(), num_data=40, curvature=form, splits=splits)
+        for _ in range(5):
+            optimizer.step(problem.loss_fn, problem.x, problem.y)
+        return flat_state(optimizer, "unit_precision")
+
+    np.testing.assert_array_equal(precision("mean_abs", 1), precision("abs_mean", 1))
+    assert np.all(precision("mean_abs", 8) > precision("abs_mean", 8))  # |mean| <= mean | |
+
+
+def test_stationary_precision_on_a_quadratic():
+    """On 1/2 h w^2 with the mean held at the minimum, g = h e and e ~ N(0, 1 / (N s)), so
+
+        E[sqrt(s) |g|] = sqrt(s) h sqrt(2 / pi) / sqrt(N s) = h sqrt(2 / (pi N))
+
+    whatever s is. The average of line 8 is therefore delta + gamma + h sqrt(2 / (pi N)): because algorithm and code
+    leave out the sqrt(N) of the derivation, not delta + gamma + h.
+    """
+    h = torch.tensor([0.5, 2.0, 10.0, 40.0], dtype=torch.float64).repeat(500)
+    w = nn.Parameter(torch.zeros(2000, dtype=torch.float64))
+    N, delta, gamma = 100, 0.03, 0.05
+    optimizer = bsam.BSAM(
+        [w], lr=0.0, num_data=N, prior_precision=delta * N, damping=gamma, betas=(0.9, 0.98), rho=0.01, seed=5
+    )
+    mean_s = torch.zeros_like(h)
+    for step in range(800):
+        optimizer.step(lambda: 0.5 * (h * w**2).sum())
+        if step >= 400:
+            mean_s += optimizer.state[w]["unit_precision"] / 400
+    expected = delta + gamma + h[:4] * math.sqrt(2 / (math.pi * N))
+    torch.testing.assert_close(mean_s.view(500, 4).mean(0), expected, rtol=0.005, atol=0)
+
+
+def test_noise_has_the_posterior_variance():
+    """What the closure sees is omega + N(0, 1 / (num_data * augmentation_factor * s))."""
+    w = nn.Parameter(torch.linspace(-1, 1, 20_000, dtype=torch.float64))
+    start = w.detach().clone()
+    optimizer = bsam.BSAM([w], num_data=50, augmentation_factor=4.0, init_precision=0.3, seed=1)
+    seen = []
+
+    def closure():
+        seen.append((w.detach() - start) * math.sqrt(50 * 4.0 * 0.3))
+        return 0.0 * w.sum()
+
+    optimizer.step(closure)
+    z = seen[0]
+    assert abs(z.mean().item()) < 3 / math.sqrt(20_000)
+    assert abs(z.var().item() - 1) < 3 * math.sqrt(2 / 20_000)
+    assert abs((z**4).mean().item() - 3) < 3 * math.sqrt(96 / 20_000)
+    assert torch.equal(seen[1], torch.zeros_like(z))  # second pass: omega + 0, no noise
+
+
+def test_offsets_of_the_two_passes():
+    """Line 3: theta = omega + e. Line 6: omega + rho g / s, not theta + rho g / s."""
+    w = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+    optimizer = bsam.BSAM([w], num_data=10, rho=0.5, init_precision=0.25)
+    seen = []
+
+    def closure():
+        seen.append(w.detach().clone())
+        return (w * torch.tensor([3.0, -1.0])).sum()
+
+    optimizer.step(closure)
+    e = standard_normal(0, 0, 0, 0, (2,), dtype=torch.float64) / math.sqrt(10 * 0.25)
+    torch.testing.assert_close(seen[0], torch.tensor([1.0, 2.0], dtype=torch.float64) + e)
+    torch.testing.assert_close(seen[1], torch.tensor([1.0 + 0.5 * 3.0 / 0.25, 2.0 - 0.5 / 0.25], dtype=torch.float64))
+
+
+def test_seeds_differ_and_the_global_generator_is_not_used():
+    def weights(seed, torch_seed):
+        torch.manual_seed(torch_seed)
+        problem = logistic()
+        torch.manual_seed(torch_seed)
+        optimizer = bsam.BSAM(problem.model.parameters(), num_data=40, seed=seed)
+        before = torch.get_rng_state()
+        for _ in range(3):
+            optimizer.step(problem.loss_fn, problem.x, problem.y)
+        with optimizer.sampled():
+            pass
+        assert torch.equal(before, torch.get_rng_state())
+        return problem.weights()
+
+    np.testing.assert_array_equal(weights(0, 1), weights(0, 2))
+    assert np.abs(weights(0, 1) - weights(1, 1)).max() > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *[(name, bad) for name in ("lr", "rho", "prior_precision", "damping") for bad in (-0.1, math.nan, math.inf)],
+        *[("betas", bad) for bad in ((1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, math.nan), (0.9,), 0.9)],
+        *[("num_data", bad) for bad in (0, -5, math.nan, math.inf)],
+        *[("splits", bad) for bad in (0, -1, 1.5, True)],
+        *[(name, 0.0) for name in ("init_precision", "augmentation_factor")],
+        *[("curvature", "abs"), ("sample_noise", "yes"), ("nonfinite", "ignore"), ("batch_norm", "second")],
+        *[("max_grad_norm", 0.0), ("max_grad_norm", math.nan), ("seed", 1.5), ("seed", 2**64)],
+    ],
+)
+def test_bad_options_are_refused(option, value):
+    w = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=option):
+        bsam.BSAM([w], **{"num_data": 10, option: value})
+    if option in ("lr", "rho", "prior_precision", "damping", "betas"):
+        with pytest.raises(ValueError, match=option):
+            bsam.BSAM([{"params": [w], option: value}], num_data=10)
+        optimizer = bsam.BSAM([w], num_data=10)
+        with pytest.raises(ValueError, match=option):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], option: value})
+        assert len(optimizer.param_groups) == 1
+
+
+def test_options_of_the_whole_optimizer_must_agree():
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=r"num_data is an option of the whole optimizer.*\[10, 20\]"):
+        bsam.BSAM([{"params": [a]}, {"params": [b], "num_data": 20}], num_data=10)
+    with pytest.raises(TypeError, match="num_data"):
+        bsam.BSAM([a])
+
+
+def test_max_grad_norm_clips_the_averaged_perturbed_gradient():
+    def run(limit):
+        problem = quadratic()
+        optimizer = bsam.BSAM(problem.model.parameters(), num_data=30, max_grad_norm=limit, splits=3, betas=(0.0, 0.9))
+        optimizer.step(problem.loss_fn, problem.x, problem.y)
+        gradient = torch.cat([p.grad.reshape(-1) for p in problem.model.parameters()])
+        return gradient, flat_state(optimizer, "unit_precision")
+
+    free, s_free = run(None)
+    clipped, s_clipped = run(0.5)
+    assert free.norm() > 2
+    torch.testing.assert_close(clipped, free * 0.5 / free.norm(), rtol=1e-5, atol=0)
+    np.testing.assert_array_equal(s_free, s_clipped)  # the first gradients are not clipped
+    torch.testing.assert_close(run(1e6)[0], free, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- sampled()
+
+
+def test_sampled_has_the_posterior_law_and_restores():
+    w = nn.Parameter(torch.linspace(-1, 1, 20_000, dtype=torch.float64))
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    point = nn.Parameter(torch.ones(3))
+    optimizer = bsam.BSAM([{"params": [w, frozen]}, {"params": [point], "sample": False}], num_data=50, init_precision=2.0)
+    mean = w.detach().clone()
+    with optimizer.sampled():
+        z = (w.detach() - mean) * math.sqrt(50 * 2.0)
+        assert torch.equal(frozen, torch.ones(3))
+        assert torch.equal(point, torch.ones(3))
+        assert torch.is_grad_enabled()
+        assert w.requires_grad
+        assert w.is_leaf
+    assert abs(z.mean().item()) < 3 / math.sqrt(20_000)
+    assert abs(z.var().item() - 1) < 3 * math.sqrt(2 / 20_000)
+    assert torch.equal(w, mean)
+
+
+def test_sampled_draws_are_numbered():
+    w = nn.Parameter(torch.zeros(5))
+    optimizer = bsam.BSAM([w], num_data=50)
+
+    def draw(*number):
+        with optimizer.sampled(*number):
+            return w.detach().clone()
+
+    first, second = draw(), draw()
+    assert not torch.equal(first, second)
+    assert torch.equal(draw(0), first)
+    assert torch.equal(draw(1), second)
+    assert not torch.equal(draw(), second)
+    optimizer.step(lambda: (w**2).sum())
+    assert not torch.equal(draw(0), first)
+
+
+def test_sampled_never_repeats_the_noise_of_training():
+    w = nn.Parameter(torch.zeros(50))
+    optimizer = bsam.BSAM([w], num_data=50, splits=1)
+    seen = []
+    optimizer.step(lambda: seen.append(w.detach().clone()) or (w**2).sum())
+    optimizer = bsam.BSAM([w.detach().zero_().requires_grad_()], num_data=50)
+    w = optimizer.param_groups[0]["params"][0]
+    for number in range(5):
+        with optimizer.sampled(number):
+            assert not torch.equal(w, seen[0])
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_sampled_restores_after_an_exception(error):
+    w = nn.Parameter(torch.randn(4))
+    optimizer = bsam.BSAM([w], num_data=50)
+    mean = w.detach().clone()
+    with pytest.raises(error), optimizer.sampled():
+        assert not torch.equal(w, mean)
+        raise error
+    assert torch.equal(w, mean)
+    optimizer.step(lambda: (w**2).sum())  # and steps are possible again
+
+
+def test_sampled_nests_around_the_mean():
+    w = nn.Parameter(torch.full((3,), 100.0))
+    optimizer = bsam.BSAM([w], num_data=50)
+    with optimizer.sampled(0):
+        outer = w.detach().clone()
+        with optimizer.sampled(1):
+            inner = w.detach().clone()
+        assert torch.equal(w, outer)
+    assert torch.equal(w, torch.full((3,), 100.0))
+    with optimizer.sampled(1):
+        assert torch.equal(w, inner)  # centred at the mean, not at the outer sample
+
+
+def test_no_step_and_no_new_group_inside_sampled():
+    w = nn.Parameter(torch.zeros(3))
+    optimizer = bsam.BSAM([w], num_data=50)
+    with optimizer.sampled():
+        sample = w.detach().clone()
+        with pytest.raises(RuntimeError, match="inside sampled"):
+            optimizer.step(lambda: (w**2).sum())
+        with pytest.raises(RuntimeError, match="inside sampled"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        assert torch.equal(w, sample)
+    assert not optimizer.state
+
+
+def test_no_step_or_sample_inside_a_step():
+    w = nn.Parameter(torch.zeros(3))
+    optimizer = bsam.BSAM([w], num_data=50)
+
+    def sampling():
+        with optimizer.sampled():
+            return (w**2).sum()
+
+    for closure in (lambda: optimizer.step(lambda: (w**2).sum()), sampling):
+        with pytest.raises(RuntimeError, match="inside a step"):
+            optimizer.step(closure)
+        assert torch.equal(w, torch.zeros(3))
+
+
+# ---------------------------------------------------------------- state
+
+
+def test_state_is_float32_for_16_bit_weights_and_stays_so_on_load():
+    w = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = bsam.BSAM([w], num_data=1000)
+    for _ in range(3):
+        optimizer.step(lambda: (w.float() ** 2).sum())
+    twin = nn.Parameter(w.detach().clone())
+    other = bsam.BSAM([twin], num_data=1000)
+    other.load_state_dict(optimizer.state_dict())
+    for name in ("momentum", "unit_precision"):
+        value = other.state[twin][name]
+        assert value.dtype == torch.float32
+        assert torch.equal(value, optimizer.state[w][name])
+        assert not torch.equal(value, value.bfloat16().float())  # it would have been rounded
+    assert w.dtype == torch.bfloat16
+    assert w.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_load_refuses_precisions_that_are_not_positive(bad):
+    w = nn.Parameter(torch.ones(4))
+    optimizer = bsam.BSAM([w], num_data=1000)
+    optimizer.step(lambda: (w**2).sum())
+    before = optimizer.state_dict()
+    state = optimizer.state_dict()
+    state["state"][0]["unit_precision"][2] = bad
+    state["param_groups"][0]["lr"] = 77.0
+    with pytest.raises(ValueError, match="unit_precision of parameter 0"):
+        optimizer.load_state_dict(state)
+    assert torch.equal(optimizer.state[w]["unit_precision"], before["state"][0]["unit_precision"])
+    assert optimizer.param_groups[0]["lr"] == 0.1

@@ -1,0 +1,114 @@
+"""Slow, literal transcriptions of the algorithms in NumPy, float64, on one flat vector of weights.
+
+`gradient(weights, examples) -> (loss, gradient)` is the mean loss over some examples. Hyperparameters may be
+vectors, one number a weight, which is what parameter groups are. Nothing here is shared with the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+Gradient = Callable[[np.ndarray, np.ndarray], tuple[float, np.ndarray]]
+
+
+def parts_of(minibatch, m):
+    """Equally partition a minibatch; sizes differ by at most one, the longer ones first."""
+    return np.array_split(minibatch, min(m, len(minibatch)))
+
+
+def bsam(
+    gradient: Gradient,
+    omega: np.ndarray,
+    minibatches: Iterable[np.ndarray],
+    noise: Callable[[int, int], np.ndarray],
+    *,
+    alpha,
+    beta1,
+    beta2,
+    rho,
+    delta,
+    gamma,
+    N: float,
+    m: int = 1,
+    s_0: float = 1.0,
+    mean_abs: bool = True,
+    sampled=1.0,
+    perturbed=1.0,
+):
+    """Algorithm 1, red boxes, with lines 3 to 6 replaced by the m-sharpness listing (rho restored in its line 5, and
+    its line 6 at omega + epsilon_k). Yields (omega, s, g_m, loss) after each step; noise(t, k) is standard normal."""
+    omega = omega.copy()
+    s = np.full_like(omega, s_0)  # line 1
+    g_m = np.zeros_like(omega)
+    for t, minibatch in enumerate(minibatches):
+        B = len(minibatch)
+        g = np.zeros_like(omega)
+        g_eps = np.zeros_like(omega)
+        abs_g = np.zeros_like(omega)
+        loss = 0.0
+        for k, part in enumerate(parts_of(minibatch, m)):
+            sigma = np.sqrt(1.0 / (N * s))
+            theta = omega + sampled * sigma * noise(t, k)  # line 3
+            loss_k, g_k = gradient(theta, part)  # line 4
+            eps_k = perturbed * rho * g_k / s  # line 5
+            _, g_eps_k = gradient(omega + eps_k, part)  # line 6
+            g += len(part) / B * g_k
+            abs_g += len(part) / B * np.abs(g_k)
+            g_eps += len(part) / B * g_eps_k
+            loss += len(part) / B * loss_k
+        g_m = beta1 * g_m + (1 - beta1) * (g_eps + delta * omega)  # line 7
+        s = beta2 * s + (1 - beta2) * (np.sqrt(s) * (abs_g if mean_abs else np.abs(g)) + delta + gamma)  # line 8
+        omega = omega - alpha * g_m / s  # line 9
+        yield omega.copy(), s.copy(), g_m.copy(), loss
+
+
+def sam_gradient(gradient: Gradient, omega, minibatch, *, rho, m: int):
+    """Lines 3 to 6, blue boxes, a perturbation for each of the m parts."""
+    B = len(minibatch)
+    g_eps, loss = np.zeros_like(omega), 0.0
+    for part in parts_of(minibatch, m):
+        loss_k, g_k = gradient(omega, part)  # lines 3, 4
+        norm = np.sqrt(np.sum(g_k**2))
+        eps_k = rho * g_k / norm if norm > 0 else np.zeros_like(g_k)  # line 5
+        g_eps += len(part) / B * gradient(omega + eps_k, part)[1]  # line 6
+        loss += len(part) / B * loss_k
+    return g_eps, loss
+
+
+def sam_adam(
+    gradient: Gradient,
+    omega: np.ndarray,
+    minibatches: Iterable[np.ndarray],
+    *,
+    alpha,
+    beta1,
+    beta2,
+    rho,
+    delta,
+    gamma=1e-8,
+    m: int = 1,
+    bias_correction: bool = False,
+):
+    """Algorithm 1, blue boxes. As printed it has no bias correction; Adam (Kingma and Ba, 2015) has."""
+    omega = omega.copy()
+    s, g_m = np.zeros_like(omega), np.zeros_like(omega)  # line 1
+    for t, minibatch in enumerate(minibatches, start=1):
+        g_eps, loss = sam_gradient(gradient, omega, minibatch, rho=rho, m=m)
+        g_m = beta1 * g_m + (1 - beta1) * (g_eps + delta * omega)  # line 7
+        s = beta2 * s + (1 - beta2) * (g_eps + delta * omega) ** 2  # line 8
+        first, second = (1 - beta1**t, 1 - beta2**t) if bias_correction else (1.0, 1.0)
+        omega = omega - alpha * (g_m / first) / (np.sqrt(s / second) + gamma)  # line 9
+        yield omega.copy(), loss
+
+
+def sam_sgd(gradient: Gradient, omega: np.ndarray, minibatches, *, alpha, beta1, rho, delta, m: int = 1):
+    """The same perturbed gradient in SGD with a heavy ball: g_m = beta1 g_m + g_eps + delta omega."""
+    omega = omega.copy()
+    g_m = np.zeros_like(omega)
+    for minibatch in minibatches:
+        g_eps, loss = sam_gradient(gradient, omega, minibatch, rho=rho, m=m)
+        g_m = beta1 * g_m + g_eps + delta * omega
+        omega = omega - alpha * g_m
+        yield omega.copy(), loss
