@@ -24,6 +24,15 @@ P = torch.tensor(
 Y = torch.tensor([0, 1, 0, 2, 2])
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Many tiny calls: on a busy machine threads that wait for each other take ten times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def random_predictions(n, num_classes=10, seed=0, dtype=torch.float64, levels=None):
     """Overconfident log-probabilities; `levels` rounds the logits so that confidences tie."""
     g = torch.Generator().manual_seed(seed)
@@ -235,6 +244,7 @@ def test_streaming_is_the_whole_set_exactly(data, draw):
 
 
 def test_streaming_of_very_long_rows_one_by_one():
+    torch.set_num_threads(2)  # over which sum() would split a row
     log_probs, labels = random_predictions(4, 40_000)
     metrics = M.Metrics()
     for i in range(4):

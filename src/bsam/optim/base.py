@@ -400,9 +400,9 @@ class ProbingOptimizer(Optimizer):
         return 0 if self._skipped is None else int(self._skipped)
 
     @property
-    def grad_scale(self) -> None:
-        """Always None: `torch.amp.GradScaler` is refused."""
-        return None
+    def grad_scale(self) -> Tensor:
+        """Not there: the scale of a `torch.amp.GradScaler` cannot be set."""
+        raise AttributeError("grad_scale")
 
     @grad_scale.setter
     def grad_scale(self, value: Any) -> None:

@@ -1,0 +1,357 @@
+"""What all posteriors share: writing weights into a model and taking them out again, and one kind of file.
+
+`Posterior` says what a distribution over the weights of a model offers, and has the bodies that do not depend on the
+distribution; a new kind subclasses it. Tensors are kept in dictionaries under the names of `named_parameters()` and
+`named_buffers()`, without the prefixes that wrappers add (`clean_names`).
+
+Files are safetensors: loading one runs no code. They carry `format`, `version` and `kind` as metadata and are written
+to a temporary file that then takes the place of the old one, so that a kill at any moment leaves a whole file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import secrets
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from bsam.batch_norm import BufferSnapshot, all_buffers
+
+__all__ = ["Posterior", "clean_names", "naming", "preserved", "read_file", "read_posterior", "write_file"]
+
+Settings = dict[str, Any]
+"""What a file holds beside tensors, as JSON."""
+
+
+class Posterior(Protocol):
+    """A distribution over the weights of a model.
+
+    All parameters of the model are in `mean`, frozen ones too; those that are not sampled have `std` 0.
+    """
+
+    kind: ClassVar[str]
+    """The name of the distribution in files."""
+    mean: dict[str, Tensor]
+    """By name of the parameter; tied weights appear once."""
+    std: dict[str, Tensor]
+    """Marginal standard deviations, 0 where nothing is sampled."""
+    buffers: dict[str, Tensor]
+    """Buffers that belong to the weights, like BatchNorm's statistics. A model's other buffers stay as they are."""
+
+    @abstractmethod
+    def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draw all weights. Only `generator` provides randomness: its state decides the sample.
+
+        It may live on another device than the weights: numbers are drawn there and moved.
+        """
+
+    @abstractmethod
+    def log_prob(self, sample: Mapping[str, Tensor]) -> Tensor:
+        """The log-density of `sample` over the elements with std > 0; -inf if another element is not at its mean."""
+
+    @abstractmethod
+    def entropy(self) -> Tensor:
+        """The differential entropy over the elements with std > 0; -inf if there is none."""
+
+    @abstractmethod
+    def kl(self) -> Tensor:
+        """The divergence KL(posterior || prior) over the elements with std > 0; that of the others is infinite."""
+
+    @abstractmethod
+    def temper(self, temperature: float) -> Self:
+        """The posterior with `temperature` times the variance."""
+
+    @abstractmethod
+    def _contents(self) -> tuple[dict[str, dict[str, Tensor]], Settings]:
+        """What `save` writes: groups of named tensors, and settings."""
+
+    @classmethod
+    @abstractmethod
+    def _from_contents(cls, groups: dict[str, dict[str, Tensor]], settings: Settings) -> Self:
+        """The inverse of `_contents`. Files are not trusted: it checks as the constructor does."""
+
+    @functools.cached_property
+    def sampled_names(self) -> list[str]:
+        """The parameters with any element that is sampled, sorted: `sample` draws them in this order.
+
+        The order of the dictionaries would not do, for a file does not keep it.
+        """
+        return sorted(name for name, std in self.std.items() if bool((std > 0).any()))
+
+    @property
+    def num_parameters(self) -> int:
+        """How many weights the model has, sampled or not."""
+        return sum(tensor.numel() for tensor in self.mean.values())
+
+    def to(self, device: torch.device | str) -> Self:
+        """The posterior with all tensors on `device`; itself if they are there."""
+        groups, settings = self._contents()
+        moved = {group: {name: t.to(device) for name, t in named.items()} for group, named in groups.items()}
+        if all(moved[group][name] is t for group, named in groups.items() for name, t in named.items()):
+            return self
+        return self._from_contents(moved, settings)
+
+    @contextlib.contextmanager
+    def sampled(self, model: nn.Module, generator: torch.Generator) -> Iterator[None]:
+        """Put one sample, and the posterior's buffers, into `model` until the block ends.
+
+        Weights and buffers are written in place, and all of the model's come back however the block ends: what is
+        written to them inside is lost. Blocks nest: the outer sample returns when the inner block ends.
+        """
+        self.check_fits(model)
+        sample = self.sample(generator)
+        with preserved(model):
+            _write(model, sample, self.buffers)
+            yield
+
+    def write_mean(self, model: nn.Module) -> None:
+        """Put the mean, and the posterior's buffers, into `model` for good."""
+        self.check_fits(model)
+        _write(model, self.mean, self.buffers)
+
+    def check_fits(self, model: nn.Module) -> None:
+        """Raise a ValueError unless `model` has the parameters of the posterior, and its buffers among others."""
+        parameters, buffers = named_parameters(model), named_buffers(model)
+        wrong = {
+            "the posterior lacks": [name for name in parameters if name not in self.mean],
+            "the model lacks": [name for name in self.mean if name not in parameters]
+            + [f"buffer {name}" for name in self.buffers if name not in buffers],
+            "shapes differ:": [
+                f"{name} {tuple(tensors[name].shape)} in the posterior, {tuple(target.shape)} in the model"
+                for tensors, targets in ((self.mean, parameters), (self.buffers, buffers))
+                for name, target in targets.items()
+                if name in tensors and tensors[name].shape != target.shape
+            ],
+        }
+        if any(wrong.values()):
+            said = "; ".join(f"{what} {first_few(names)}" for what, names in wrong.items() if names)
+            raise ValueError(f"the posterior does not fit the model: {said}. Nothing was changed.")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything into one safetensors file; a file that is there is replaced in one go or stays."""
+        groups, settings = self._contents()
+        tensors = {f"{group}/{name}": tensor for group, named in groups.items() for name, tensor in named.items()}
+        write_file(path, tensors, format=_FORMAT, kind=self.kind, settings=settings)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `save` wrote, onto the CPU. `bsam.load_posterior` reads every kind."""
+        return read_posterior(path, (cls,))
+
+
+# ------------------------------------------------------------------ names
+
+
+def clean_names(names: Iterable[str]) -> dict[str, str]:
+    """The names of all parameters (or all buffers) of a model, each with its name without a wrapper's prefix.
+
+    `torch.compile` adds `_orig_mod.` wherever it was applied, DistributedDataParallel `module.` in front of all.
+
+    >>> clean_names(["module._orig_mod.layer.weight", "module._orig_mod.layer.bias"]).values()
+    dict_values(['layer.weight', 'layer.bias'])
+    """
+    clean = {name: name.replace("_orig_mod.", "") for name in names}
+    # Only a prefix of all names is a wrapper's; a layer may be called `module` too.
+    while clean and all(name.startswith("module.") for name in clean.values()):
+        clean = {name: short.removeprefix("module.") for name, short in clean.items()}
+    return clean
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by clean name, tied ones once."""
+    parameters = dict(model.named_parameters())
+    return {short: parameters[name] for name, short in clean_names(parameters).items()}
+
+
+def named_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers by clean name; as in a state_dict, those that a module declares not to be persistent are left out."""
+    transient = {id(owner._buffers[name]) for owner in model.modules() for name in owner._non_persistent_buffers_set}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in transient}
+    return {short: buffers[name] for name, short in clean_names(buffers).items()}
+
+
+def copied(what: str, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Detached copies under clean names."""
+    tensors = tensors or {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{what}[{name!r}] is of type {type(tensor).__name__}: it must be a tensor.")
+    return {short: tensors[name].detach().clone() for name, short in clean_names(tensors).items()}
+
+
+def copied_mean(mean: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Detached copies of a mean, which must be finite."""
+    result = copied("mean", mean)
+    bad = [name for name, tensor in result.items() if not tensor.isfinite().all()]
+    if bad:
+        raise ValueError(f"the mean of {first_few(bad)} is not finite everywhere: did training diverge?")
+    return result
+
+
+def check_same_layout(what: str, tensors: Mapping[str, Tensor], mean: Mapping[str, Tensor]) -> None:
+    """Raise unless `tensors` has the names and shapes of the mean."""
+    wrong = {
+        "missing:": [name for name in mean if name not in tensors],
+        "unexpected:": [name for name in tensors if name not in mean],
+        "of another shape:": [
+            f"{name} {tuple(tensors[name].shape)} instead of {tuple(mean[name].shape)}"
+            for name in mean
+            if name in tensors and tensors[name].shape != mean[name].shape
+        ],
+    }
+    if any(wrong.values()):
+        said = "; ".join(f"{how} {first_few(names)}" for how, names in wrong.items() if names)
+        raise ValueError(f"{what} must have the names and shapes of the mean; {said}.")
+
+
+def check_generator(generator: torch.Generator) -> None:
+    """Accept nothing but a generator: a seed, or None, would hide where the randomness comes from."""
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator={generator!r} must be a torch.Generator: write torch.Generator().manual_seed(0) and hand the "
+            "same one to each draw."
+        )
+
+
+def check_temperature(temperature: float) -> None:
+    """Accept finite numbers >= 0."""
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature={temperature} must be a finite number >= 0: it multiplies the variance.")
+
+
+def first_few(names: list[str]) -> str:
+    """The first three of a list of names."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+# ------------------------------------------------------------------ weights of a model
+
+
+@contextlib.contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Give all parameters and buffers of `model` their values back when the block ends, however it ends."""
+    parameters = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    buffers = BufferSnapshot(all_buffers(model))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in parameters:
+                parameter.copy_(value)
+            buffers.restore()
+        torch.clear_autocast_cache()
+
+
+@torch.no_grad()
+def _write(model: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    # In place: optimizers, views and captured graphs hold on to the addresses.
+    for tensors, targets in ((parameters, named_parameters(model)), (buffers, named_buffers(model))):
+        for name, tensor in tensors.items():
+            targets[name].copy_(tensor)
+    torch.clear_autocast_cache()  # a surrounding autocast region would go on with the old weights
+
+
+# ------------------------------------------------------------------ files
+
+_FORMAT = "bsam.posterior"
+_VERSION = "1"
+
+AnyPosterior = TypeVar("AnyPosterior", bound=Posterior)
+
+
+def read_posterior(path: str | os.PathLike[str], classes: Iterable[type[AnyPosterior]]) -> AnyPosterior:
+    """Read a posterior that is of one of `classes`."""
+    by_kind = {cls.kind: cls for cls in classes}
+    kind, tensors, settings = read_file(path, format=_FORMAT, kinds=by_kind)
+    groups: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        group, _, name = key.partition("/")
+        groups.setdefault(group, {})[name] = tensor
+    with naming(path):
+        return by_kind[kind]._from_contents(groups, settings)
+
+
+def write_file(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, format: str, kind: str, settings: Settings
+) -> None:
+    """Write a safetensors file. Until it is whole and on the disk, whatever is at `path` stays."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}. Make it first.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    metadata = {"format": format, "version": _VERSION, "kind": kind, "settings": json.dumps(settings)}
+    try:
+        with open(temporary, "xb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+        save_file(_unshared(tensors), temporary, metadata)
+        os.chmod(temporary, mode)  # safetensors leaves a file that only its owner can read
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if hasattr(os, "O_DIRECTORY"):  # the new name is on the disk once the folder is; not every system has this
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def read_file(
+    path: str | os.PathLike[str], *, format: str, kinds: Iterable[str]
+) -> tuple[str, dict[str, Tensor], Settings]:
+    """Read what `write_file` wrote: kind, tensors and settings. Refuses other formats, versions and kinds."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file, or not a whole one: {error}.") from error
+    if metadata.get("format") != format:
+        raise ValueError(f"{path} says format={metadata.get('format')!r}: expected {format!r}.")
+    if metadata.get("version") != _VERSION:
+        raise ValueError(
+            f"{path} says version={metadata.get('version')!r}: this bsam reads version {_VERSION!r}. Update bsam?"
+        )
+    kind, kinds = metadata.get("kind"), list(kinds)
+    if kind not in kinds:
+        raise ValueError(f"{path} says kind={kind!r}: expected {' or '.join(map(repr, kinds))}.")
+    with naming(path):
+        settings = json.loads(metadata["settings"])
+        if not isinstance(settings, dict):
+            raise TypeError(f"settings must be a dictionary, not {type(settings).__name__}")
+    return kind, tensors, settings
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what bad contents raise into an error that names the file."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} has contents that do not make sense: {error}") from error
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, contiguous, and no two in the same memory, which safetensors refuses."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        address = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return result

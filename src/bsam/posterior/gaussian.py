@@ -1,0 +1,225 @@
+r"""A Gaussian over the weights with a diagonal covariance.
+
+The posterior of bSAM and VOGN: $q(\theta) = \prod_j N(\theta_j \mid \mu_j, \sigma_j^2)$. With the prior
+$p(\theta) = \prod_j N(\theta_j \mid 0, 1 / \delta_j)$, where $\delta_j$ is `prior_precision`,
+
+- log-density: $\sum_j -\frac12 z_j^2 - \log \sigma_j - \frac12 \log 2\pi$ with $z_j = (\theta_j - \mu_j) / \sigma_j$;
+- entropy: $\sum_j \log \sigma_j + \frac12 \log 2 \pi e$;
+- divergence: $KL(q \| p) = \sum_j \frac12 (\delta_j \sigma_j^2 + \delta_j \mu_j^2 - 1 - \log \delta_j \sigma_j^2)$.
+
+The sums go over the elements with $\sigma_j > 0$ and are taken in float64. The others are fixed: in the limit
+$\sigma_j \to 0$ each would add an infinite amount that tells nothing about the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from bsam.posterior.base import (
+    Posterior,
+    Settings,
+    check_generator,
+    check_same_layout,
+    check_temperature,
+    clean_names,
+    copied,
+    copied_mean,
+    first_few,
+    named_buffers,
+    named_parameters,
+)
+
+__all__ = ["DiagonalGaussian"]
+
+
+class DiagonalGaussian(Posterior):
+    """Independent Gaussians, one a weight.
+
+    Args:
+        mean: The weights by name, as `model.named_parameters()` gives them: all of them, frozen ones too. Copied.
+        std: Their standard deviations, under the same names; 0 where a weight is not sampled. Kept in float32, and
+            in float64 where the mean is.
+        buffers: The buffers that belong to the mean, as `model.named_buffers()` gives them.
+        prior_precision: Precision of the prior N(0, 1 / prior_precision): a number for all, or one by name. Only
+            `kl` needs it, and only of parameters that are sampled.
+
+    >>> model = nn.Linear(3, 2)
+    >>> mean = dict(model.named_parameters())
+    >>> posterior = DiagonalGaussian(mean, {name: torch.full_like(p, 0.1) for name, p in mean.items()})
+    >>> posterior
+    DiagonalGaussian(8 parameters in 2 tensors, 8 sampled, std 0.1 to 0.1)
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> with posterior.sampled(model, generator):
+    ...     prediction = model(torch.ones(3))
+    """
+
+    kind: ClassVar[str] = "diagonal_gaussian"
+
+    def __init__(
+        self,
+        mean: Mapping[str, Tensor],
+        std: Mapping[str, Tensor],
+        *,
+        buffers: Mapping[str, Tensor] | None = None,
+        prior_precision: float | Mapping[str, float] | None = None,
+    ) -> None:
+        self.mean = copied_mean(mean)
+        self.std = copied("std", std)
+        self.buffers = copied("buffers", buffers)
+        check_same_layout("std", self.std, self.mean)
+        for name, mean_tensor in self.mean.items():
+            dtype = torch.float64 if mean_tensor.dtype == torch.float64 else torch.float32
+            s = self.std[name] = self.std[name].to(mean_tensor.device, dtype)
+            if not bool(((s >= 0) & s.isfinite()).all()):
+                raise ValueError(f"the std of {name} must be finite and >= 0 everywhere. Write 0 for a fixed weight.")
+        for name in self.sampled_names:
+            if not self.mean[name].is_floating_point():
+                raise TypeError(f"{name} is {self.mean[name].dtype}: only floating point weights can have a std > 0.")
+        self.prior_precision = _by_name(prior_precision, clean_names(mean))
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        std: Mapping[Tensor, Tensor],
+        *,
+        prior_precision: float | Mapping[Tensor, float] | None = None,
+    ) -> Self:
+        """A Gaussian around the present weights of `model`, with its buffers.
+
+        Args:
+            model: The model.
+            std: The standard deviations of some of its parameters, by parameter. All others are fixed.
+            prior_precision: One number, or one by parameter.
+        """
+        parameters = named_parameters(model)
+        known = set(parameters.values())
+        for parameter in std:
+            if parameter not in known:
+                raise ValueError(
+                    f"std has a parameter of shape {tuple(parameter.shape)} that the model has not: give the model "
+                    "whose parameters these are."
+                )
+        precision: float | dict[str, float] | None
+        if isinstance(prior_precision, Mapping):
+            precision = {name: prior_precision[p] for name, p in parameters.items() if p in prior_precision}
+        else:
+            precision = prior_precision
+        return cls(
+            parameters,
+            {name: std[p] if p in std else torch.zeros(p.shape, device=p.device) for name, p in parameters.items()},
+            buffers=named_buffers(model),
+            prior_precision=precision,
+        )
+
+    def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draw all weights; those that are not sampled are copies of the mean.
+
+        Args:
+            generator: The only source of randomness. It may live on another device than the weights: numbers are
+                drawn there and moved.
+        """
+        check_generator(generator)
+        drawn = {name: self._draw(name, generator) for name in self.sampled_names}
+        return {name: drawn[name] if name in drawn else mean.clone() for name, mean in self.mean.items()}
+
+    def _draw(self, name: str, generator: torch.Generator) -> Tensor:
+        mean, std = self.mean[name], self.std[name]
+        noise = torch.randn(std.shape, generator=generator, device=generator.device, dtype=std.dtype).to(std.device)
+        return (mean.to(std.dtype) + std * noise).to(mean.dtype)
+
+    def log_prob(self, sample: Mapping[str, Tensor]) -> Tensor:
+        """The log-density of `sample`: of its sampled elements, and -inf if another is not at its mean."""
+        check_same_layout("a sample", sample, self.mean)
+        total = torch.zeros((), dtype=torch.float64)
+        for name, mean in self.mean.items():
+            theta, fixed = sample[name].to(mean.device), self.std[name] == 0
+            if not bool((theta == mean)[fixed].all()):
+                return torch.tensor(-math.inf, dtype=torch.float64)
+            mu, sigma = self._sampled_elements(name)
+            z = (theta[~fixed].double() - mu) / sigma
+            total += (-0.5 * z.square() - sigma.log() - 0.5 * math.log(2 * math.pi)).sum().cpu()
+        return total
+
+    def entropy(self) -> Tensor:
+        """The differential entropy of the sampled elements; -inf if there are none, as for a point."""
+        if not self.sampled_names:
+            return torch.tensor(-math.inf, dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64)
+        for name in self.sampled_names:
+            _, sigma = self._sampled_elements(name)
+            total += (sigma.log() + 0.5 * math.log(2 * math.pi * math.e)).sum().cpu()
+        return total
+
+    def kl(self) -> Tensor:
+        """The divergence of the sampled elements from the prior N(0, 1 / prior_precision)."""
+        if not self.sampled_names:
+            raise ValueError("no weight is sampled: the KL divergence of a point from a prior is infinite.")
+        flat = [name for name in self.sampled_names if not self.prior_precision.get(name)]
+        if flat:
+            raise ValueError(
+                f"the prior precision of {first_few(flat)} is 0 or not given, and the KL divergence from a flat prior "
+                "is infinite: write DiagonalGaussian(..., prior_precision=25.0)."
+            )
+        total = torch.zeros((), dtype=torch.float64)
+        for name in self.sampled_names:
+            (mu, sigma), delta = self._sampled_elements(name), self.prior_precision[name]
+            variance = sigma.square()
+            total += 0.5 * (delta * variance + delta * mu.square() - 1 - (delta * variance).log()).sum().cpu()
+        return total
+
+    def temper(self, temperature: float) -> Self:
+        """The posterior with `temperature` times the variance; 0 leaves a point, below 1 is a cold posterior."""
+        check_temperature(temperature)
+        return type(self)(
+            self.mean,
+            {name: std * math.sqrt(temperature) for name, std in self.std.items()},
+            buffers=self.buffers,
+            prior_precision=self.prior_precision,
+        )
+
+    def _sampled_elements(self, name: str) -> tuple[Tensor, Tensor]:
+        """Mean and std of the elements with std > 0, in float64."""
+        std = self.std[name]
+        return self.mean[name][std > 0].double(), std[std > 0].double()
+
+    def _contents(self) -> tuple[dict[str, dict[str, Tensor]], Settings]:
+        groups = {"mean": self.mean, "std": self.std, "buffer": self.buffers}
+        return groups, {"prior_precision": self.prior_precision}
+
+    @classmethod
+    def _from_contents(cls, groups: dict[str, dict[str, Tensor]], settings: Settings) -> Self:
+        return cls(
+            groups.get("mean", {}),
+            groups.get("std", {}),
+            buffers=groups.get("buffer", {}),
+            prior_precision=settings["prior_precision"],
+        )
+
+    def __repr__(self) -> str:
+        sigmas = [self._sampled_elements(name)[1] for name in self.sampled_names]
+        low, high = (min(float(s.min()) for s in sigmas), max(float(s.max()) for s in sigmas)) if sigmas else (0, 0)
+        return (
+            f"DiagonalGaussian({self.num_parameters} parameters in {len(self.mean)} tensors, "
+            f"{sum(s.numel() for s in sigmas)} sampled, std {low:.3g} to {high:.3g})"
+        )
+
+
+def _by_name(precision: float | Mapping[str, float] | None, names: Mapping[str, str]) -> dict[str, float]:
+    """The prior precisions by clean name; `names` leads there from the names of the mean."""
+    if precision is None:
+        return {}
+    if not isinstance(precision, Mapping):
+        precision = dict.fromkeys(names, precision)
+    unknown = [name for name in precision if name not in names]
+    if unknown:
+        raise ValueError(f"prior_precision has {first_few(unknown)}, which the mean has not.")
+    for name, value in precision.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"prior_precision={value!r} of {name} must be a finite number >= 0.")
+    return {names[name]: float(value) for name, value in precision.items()}

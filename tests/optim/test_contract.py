@@ -1,0 +1,890 @@
+"""What every optimizer of this package promises. A new one is one line in OPTIMIZERS.
+
+Covers, besides our own promises, what the tests of PyTorch's test/test_optim.py ask for by name;
+tests/pytorch_suite.py runs that file itself.
+"""
+
+import copy
+import inspect
+import io
+import pickle
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections import OrderedDict, UserDict, namedtuple
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import bsam
+
+OPTIMIZERS = {
+    "BSAM": lambda params, lr=0.3, **options: bsam.BSAM(params, lr, num_data=100, prior_precision=1.0, **options),
+    "SAM-SGD": lambda params, lr=0.1, **options: bsam.SAM(
+        params, torch.optim.SGD, rho=0.05, lr=lr, momentum=0.9, **options
+    ),
+    "SAM-Adam": lambda params, lr=0.01, **options: bsam.SAM(params, torch.optim.Adam, rho=0.05, lr=lr, **options),
+}
+pytestmark = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def make(name, params, **options):
+    return OPTIMIZERS[name](params, **options)
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+
+
+def batch(size=12, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 4, generator=generator, dtype=dtype), torch.randint(3, (size,), generator=generator)
+
+
+def cross_entropy(model):
+    return lambda x, y: nn.functional.cross_entropy(model(x), y)
+
+
+def snapshot(model, optimizer):
+    """Everything that a refused step must leave as it was, as plain values."""
+    return copy.deepcopy(
+        {
+            "model": {k: v.clone() for k, v in model.state_dict().items()},
+            "grads": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+            "state": optimizer.state_dict(),
+            "flags": [p.requires_grad for p in model.parameters()],
+        }
+    )
+
+
+def assert_same(a, b):
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_every_exported_optimizer_is_here(name):
+    exported = {
+        value for value in vars(bsam).values() if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)
+    }
+    here = {type(make(each, [nn.Parameter(torch.ones(1))])) for each in OPTIMIZERS}
+    assert exported == here
+
+
+def test_it_trains(name):
+    model = network()
+    optimizer = make(name, model.parameters(), splits=2, module=model)
+    x, _ = batch(48)
+    y = x[:, :3].argmax(1)
+    first = optimizer.step(cross_entropy(model), x, y)
+    for _ in range(60):
+        last = optimizer.step(cross_entropy(model), x, y)
+    assert last < 0.7 * first
+
+
+# ---------------------------------------------------------------- promise 1: completes, or changes nothing
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("call", [1, 2, 3, 6])
+def test_an_exception_in_the_closure_changes_nothing(name, error, call):
+    model, twin = network(), network()
+    optimizer, other = (make(name, m.parameters(), splits=3, module=m) for m in (model, twin))
+    x, y = batch()
+    for m, o in ((model, optimizer), (twin, other)):
+        o.step(cross_entropy(m), x, y)
+    before, grads = snapshot(model, optimizer), [p.grad for p in model.parameters()]
+    count = 0
+
+    def failing(x, y):
+        nonlocal count
+        count += 1
+        loss = cross_entropy(model)(x, y)
+        if count == call:
+            raise error("stop")
+        return loss
+
+    with pytest.raises(error):
+        optimizer.step(failing, x, y)
+    assert count == call
+    assert_same(snapshot(model, optimizer), before)
+    assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+    optimizer.step(cross_entropy(model), x, y)  # and the next step is the one an undisturbed optimizer takes
+    other.step(cross_entropy(twin), x, y)
+    assert_same(snapshot(model, optimizer), snapshot(twin, other))
+
+
+def test_a_failing_first_step_leaves_no_state(name):
+    w = nn.Parameter(torch.ones(2))
+    optimizer = make(name, [w])
+
+    def failing():
+        raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        optimizer.step(failing)
+    assert len(optimizer.state) == 0
+    assert w.grad is None
+
+
+@pytest.mark.parametrize(
+    ("closure", "error", "message"),
+    [
+        (None, TypeError, "needs a closure"),
+        (lambda w: None, TypeError, "returned NoneType: it must return the loss"),
+        (lambda w: w * 2, ValueError, r"shape \(3,\): it must return one number"),
+        (lambda w: "loss", TypeError, "returned str"),
+    ],
+)
+def test_closures_that_are_no_closures(name, closure, error, message):
+    w = nn.Parameter(torch.ones(3))
+    optimizer = make(name, [w])
+    with pytest.raises(error, match=message):
+        optimizer.step(None if closure is None else lambda: closure(w))
+    assert torch.equal(w, torch.ones(3))
+    assert len(optimizer.state) == 0
+
+
+# ---------------------------------------------------------------- promise 2: nothing that is not finite gets in
+
+
+def poisoned(model, where, value, calls):
+    """A loss function that returns a loss or makes a gradient of `value` in one of its calls."""
+    loss_fn, count = cross_entropy(model), 0
+
+    def closure(x, y):
+        nonlocal count
+        count += 1
+        loss = loss_fn(x, y)
+        if count in calls:
+            if where == "loss":
+                return loss * value
+            first = next(iter(model.parameters()))
+            loss = loss + torch.where(torch.tensor(False), value * first.sum(), torch.tensor(0.0))  # 0, gradient 0
+            first.register_hook(lambda g: g * value if count in calls else g)
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("call", [1, 2, 5, 6])
+def test_nonfinite_numbers_are_refused(name, where, value, call):
+    model = network()
+    optimizer = make(name, model.parameters(), splits=3, module=model)
+    x, y = batch()
+    optimizer.step(cross_entropy(model), x, y)
+    before = snapshot(model, optimizer)
+    with pytest.raises(FloatingPointError, match=r"Weights and state are unchanged.*nonfinite='skip'"):
+        optimizer.step(poisoned(model, where, value, {call}), x, y)
+    assert_same(snapshot(model, optimizer), before)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("call", [1, 2, 6])
+def test_nonfinite_steps_can_be_skipped(name, where, call):
+    model = network()
+    optimizer = make(name, model.parameters(), splits=3, module=model, nonfinite="skip")
+    x, y = batch()
+    optimizer.step(cross_entropy(model), x, y)
+    before = snapshot(model, optimizer)
+    assert optimizer.skipped_steps == 0
+    optimizer.step(poisoned(model, where, float("nan"), {call}), x, y)
+    after = snapshot(model, optimizer)
+    assert_same({**after, "grads": None}, {**before, "grads": None})
+    assert optimizer.skipped_steps == 1
+    for p in model.parameters():
+        p._backward_hooks = None
+    optimizer.step(cross_entropy(model), x, y)
+    assert optimizer.skipped_steps == 1
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert not torch.equal(model[0].weight, before["model"]["0.weight"])
+
+
+def test_skipping_changes_no_good_step(name):
+    models = [network(), network()]
+    for model, mode in zip(models, ["raise", "skip"], strict=True):
+        optimizer = make(name, model.parameters(), module=model, nonfinite=mode)
+        for seed in range(5):
+            optimizer.step(cross_entropy(model), *batch(seed=seed))
+    assert_same(models[0].state_dict(), models[1].state_dict())
+
+
+def test_the_message_names_the_parameter(name):
+    model = network()
+    optimizer = make(name, model.named_parameters())
+    passes = iter([1.0, float("nan")])
+    hook = model[3].bias.register_hook(lambda g: g * next(passes))
+    with pytest.raises(FloatingPointError, match=r"the gradient of 3\.bias is not finite"):
+        optimizer.step(cross_entropy(model), *batch())
+    hook.remove()
+    with pytest.raises(
+        FloatingPointError, match=r"loss of pass 1 is nan; .* of 0\.weight, 0\.bias, 1\.weight and 3 more"
+    ):
+        optimizer.step(lambda x, y: cross_entropy(model)(x, y) * float("nan"), *batch())
+
+
+# ---------------------------------------------------------------- promise 3: resume
+
+RESUME = """
+    import sys
+    import torch
+    from tests.optim.test_contract import batch, cross_entropy, make, network
+
+    name, path, start, stop = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    torch.set_num_threads(1)
+    model = network()
+    optimizer = make(name, model.parameters(), splits=2, module=model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    if start:
+        saved = torch.load(path, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        scheduler.load_state_dict(saved["scheduler"])
+    for step in range(start, stop):
+        optimizer.step(cross_entropy(model), *batch(seed=step))
+        scheduler.step()
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    torch.save({key: part.state_dict() for key, part in parts.items()}, path)
+"""
+
+
+def test_ten_steps_and_ten_in_a_new_process_are_twenty(name, tmp_path):
+    def train(path, start, stop):
+        command = [sys.executable, "-c", textwrap.dedent(RESUME), name, str(path), str(start), str(stop)]
+        subprocess.run(command, check=True, timeout=120)
+
+    train(tmp_path / "twenty", 0, 20)
+    train(tmp_path / "halves", 0, 10)
+    train(tmp_path / "halves", 10, 20)
+    assert_same(*(torch.load(tmp_path / each, weights_only=True) for each in ("halves", "twenty")))
+
+
+# ---------------------------------------------------------------- promise 4: load_state_dict
+
+
+def trained(name, **options):
+    model = network()
+    optimizer = make(name, model.parameters(), **options)
+    for seed in range(3):
+        optimizer.step(cross_entropy(model), *batch(seed=seed))
+    return model, optimizer
+
+
+def test_load_refuses_other_shapes_before_it_touches_anything(name):
+    model, optimizer = trained(name)
+    before = snapshot(model, optimizer)
+    for change, message in [
+        (lambda s: s["state"][0].update({k: v.T for k, v in s["state"][0].items() if v.dim()}), "another model"),
+        (lambda s: s["param_groups"][0]["params"].pop(), "parameter groups"),
+        (lambda s: s["param_groups"].append(s["param_groups"][0]), "parameter groups"),
+        (lambda s: s["param_groups"][0].update(lr=-1.0), "lr=-1.0"),
+    ]:
+        state = optimizer.state_dict()
+        state["param_groups"][0]["rho"] = 0.77
+        change(state)
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(state)
+        assert_same(snapshot(model, optimizer), before)
+
+
+def test_state_dict_neither_aliases_nor_is_changed_by_loading(name):
+    model, optimizer = trained(name)
+    state = optimizer.state_dict()
+    kept = copy.deepcopy(state)
+    optimizer.step(cross_entropy(model), *batch())
+    assert_same(state, kept)
+    optimizer.load_state_dict(state)
+    optimizer.step(cross_entropy(model), *batch())
+    assert_same(state, kept)
+
+
+def test_load_restores_state_and_options(name):
+    _, optimizer = trained(name, splits=2)
+    other = make(name, network().parameters(), lr=0.5)
+    other.load_state_dict(optimizer.state_dict())
+    assert_same(other.state_dict(), optimizer.state_dict())
+    assert other.param_groups[0]["splits"] == 2
+
+
+def test_older_state_dicts_load(name):
+    """Options that a saved state does not know get the value the optimizer was made with; steps may be numbers."""
+    model, optimizer = trained(name)
+    state = optimizer.state_dict()
+    for option in ("nonfinite", "max_grad_norm", "batch_norm", "perturb"):
+        del state["param_groups"][0][option]
+    for each in state["state"].values():
+        if "step" in each:
+            each["step"] = each["step"].item()
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["nonfinite"] == "raise"
+    optimizer.step(cross_entropy(model), *batch())
+
+
+def test_hooks_on_state_dict_and_load(name):
+    _, optimizer = trained(name)
+    calls = []
+    optimizer.register_state_dict_pre_hook(lambda opt: calls.append("state_dict pre"))
+    optimizer.register_state_dict_post_hook(lambda opt, state: calls.append("state_dict post"))
+    optimizer.register_load_state_dict_pre_hook(lambda opt, state: calls.append("load pre"))
+    optimizer.register_load_state_dict_post_hook(lambda opt: calls.append("load post"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["state_dict pre", "state_dict post", "load pre", "load post"]
+
+    def shrink(opt, state):
+        return {**state, "param_groups": [{**g, "lr": g["lr"] / 2} for g in state["param_groups"]]}
+
+    optimizer.register_load_state_dict_pre_hook(shrink)
+    lr = optimizer.param_groups[0]["lr"]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["lr"] == lr / 2
+
+
+# ---------------------------------------------------------------- promise 5: all kinds of parameters
+
+
+def test_frozen_parameters_stay(name):
+    model = network()
+    model[0].weight.requires_grad_(False)
+    before = model[0].weight.clone()
+    seen = []
+
+    def closure(x, y):
+        seen.append(model[0].weight.clone())
+        return cross_entropy(model)(x, y)
+
+    optimizer = make(name, model.parameters())
+    optimizer.step(closure, *batch())
+    assert all(torch.equal(w, before) for w in [*seen, model[0].weight])
+    assert model[0].weight not in optimizer.state
+    model[0].weight.requires_grad_(True)  # thawed: taken along from now on
+    optimizer.step(closure, *batch())
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_unused_parameters_are_left_alone_with_one_warning_that_names_them(name):
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    optimizer = make(name, [("used", used), ("unused", unused)], splits=1)
+    with pytest.warns(UserWarning, match="no gradient reached unused"):
+        optimizer.step(lambda: (used**2).sum())
+    optimizer.step(lambda: (used**2).sum())  # no second warning: warnings are errors here
+    assert torch.equal(unused, torch.ones(3))
+    assert unused not in optimizer.state
+    assert unused.grad is None
+    assert not torch.equal(used, torch.ones(2))
+
+
+def test_a_gradient_missing_in_some_splits_is_zero_there(name):
+    def step(closure):
+        a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        optimizer = make(name, [a, b], splits=2)
+        optimizer.step(lambda x: closure(a, b, x), torch.tensor([1.0, 2.0]))
+        return a, b
+
+    missing = step(lambda a, b, x: (a**2).sum() * x.sum() + ((b**2).sum() if x.sum() > 1 else 0.0))
+    zero = step(lambda a, b, x: (a**2).sum() * x.sum() + (b**2).sum() * float(x.sum() > 1))
+    assert_same([p.detach() for p in missing], [p.detach() for p in zero])
+
+
+def test_a_loss_without_a_graph_moves_nothing_and_warns(name):
+    w = nn.Parameter(torch.ones(2))
+    optimizer = make(name, [w])
+    w.grad = torch.zeros(2)
+    with pytest.warns(UserWarning, match="no gradient reached"):
+        loss = optimizer.step(lambda: torch.tensor([3.0]))
+    assert loss == 3.0
+    assert torch.equal(w, torch.ones(2))
+
+
+def test_parameters_that_all_are_frozen(name):
+    w = torch.ones(2)
+    optimizer = make(name, [w])
+    assert optimizer.step(lambda: torch.tensor([1.0])) == 1.0
+    assert torch.equal(w, torch.ones(2))
+
+
+def test_tied_weights_are_one_parameter(name):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4, bias=False)
+            self.second = nn.Linear(4, 4, bias=False)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            return self.second(torch.tanh(self.first(x)))
+
+    model = Tied()
+    optimizer = make(name, model.parameters(), module=model)
+    assert len(optimizer.param_groups[0]["params"]) == 1
+    optimizer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), *batch())
+    assert model.second.weight is model.first.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_types(name, dtype):
+    w, v = nn.Parameter(torch.ones(8, dtype=dtype)), nn.Parameter(torch.ones(8))  # mixed types in one group
+    optimizer = make(name, [w, v])
+    for _ in range(3):
+        optimizer.step(lambda: (w.float() ** 2).sum() + (v**2).sum())
+    assert w.dtype == dtype
+    assert w.grad.dtype == dtype
+    assert (w < 1).all()
+    assert (v < 1).all()
+
+
+def test_new_groups_midway(name):
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = make(name, [a], splits=1)
+    optimizer.step(lambda: (a**2).sum() + (b**2).sum())
+    assert torch.equal(b, torch.ones(2))
+    optimizer.add_param_group({"params": [b], "lr": 0.0})
+    optimizer.step(lambda: (a**2).sum() + (b**2).sum())
+    assert torch.equal(b, torch.ones(2))
+    optimizer.param_groups[1]["lr"] = 0.1
+    optimizer.step(lambda: (a**2).sum() + (b**2).sum())
+    assert not torch.equal(b, torch.ones(2))
+    other = make(name, [{"params": [a.clone().detach().requires_grad_()]}, {"params": [nn.Parameter(torch.ones(2))]}])
+    other.load_state_dict(optimizer.state_dict())
+
+
+def test_groups_are_checked_as_torch_does(name):
+    a = nn.Parameter(torch.ones(2))
+    optimizer = make(name, [a])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [a]})
+    with pytest.raises(TypeError, match="dict"):
+        optimizer.add_param_group([a])
+    with pytest.raises(TypeError, match="ordered collections"):
+        optimizer.add_param_group({"params": {nn.Parameter(torch.ones(1))}})
+    with pytest.raises(ValueError, match="non-leaf"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1)) * 2]})
+    with pytest.raises(ValueError, match="empty parameter list"):
+        make(name, [])
+    with pytest.raises(TypeError, match="iterable of Tensors"):
+        make(name, a)
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_tensor_as_learning_rate(name):
+    x, y = batch()
+    models = [network(), network()]
+    for model, lr in zip(models, [0.25, torch.tensor(0.25)], strict=True):
+        optimizer = make(name, model.parameters(), lr=lr, **({"foreach": False} if "SAM-" in name else {}))
+        for _ in range(3):
+            optimizer.step(cross_entropy(model), x, y)
+    for p, q in zip(*map(weights, models), strict=True):
+        torch.testing.assert_close(p, q)
+    with pytest.raises(ValueError, match="1-element"):
+        make(name, network().parameters(), lr=torch.tensor([0.1, 0.2]))
+
+
+def test_sparse_and_complex_are_refused(name):
+    with pytest.raises(ValueError, match="complex"):
+        make(name, [nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match="layout"):
+        make(name, [torch.eye(2).to_sparse().requires_grad_()])
+    table = nn.Embedding(5, 2, sparse=True)
+    optimizer = make(name, table.parameters())
+    before = weights(table)
+    with pytest.raises(ValueError, match="sparse=True"):
+        optimizer.step(lambda: table(torch.tensor([1, 2])).sum())
+    assert_same(weights(table), before)
+
+
+def test_scalar_empty_and_noncontiguous_parameters(name):
+    scalar = nn.Parameter(torch.tensor(2.0))
+    empty = nn.Parameter(torch.empty(0, 3))
+    strided = torch.ones(4, 6)[:, ::2].detach().requires_grad_()
+    transposed = torch.ones(4, 6).T.detach().requires_grad_()
+    parameters = [scalar, empty, strided, transposed]
+    strides = [p.stride() for p in parameters]
+    optimizer = make(name, parameters)
+    for _ in range(2):
+        optimizer.step(lambda: sum((p**2).sum() for p in parameters))
+    assert [p.stride() for p in parameters] == strides
+    assert scalar < 2
+    assert (strided < 1).all()
+    assert (transposed < 1).all()
+
+
+# ---------------------------------------------------------------- the step
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_the_closure_is_called_twice_a_split(name, splits):
+    model = network()
+    optimizer = make(name, model.parameters(), splits=splits)
+    sizes = []
+
+    def closure(x, y):
+        sizes.append((len(x), len(y)))
+        return cross_entropy(model)(x, y)
+
+    optimizer.step(closure, *batch(8))
+    assert sizes == ([(8, 8)] * 2 if splits == 1 else [(3, 3)] * 4 + [(2, 2)] * 2)
+
+
+def test_returning_the_loss_and_calling_backward_are_the_same(name):
+    def returns(model, optimizer):
+        return lambda x, y: cross_entropy(model)(x, y)
+
+    def calls_backward(model, optimizer):
+        def closure(x, y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model)(x, y)
+            loss.backward()
+            return loss
+
+        return closure
+
+    def returns_a_number(model, optimizer):
+        def closure(x, y):
+            loss = cross_entropy(model)(x, y)
+            loss.backward()
+            return loss.item()
+
+        return closure
+
+    results = []
+    for style in (returns, calls_backward, returns_a_number):
+        model = network(torch.float64)
+        optimizer = make(name, model.parameters(), splits=2)
+        losses = [optimizer.step(style(model, optimizer), *batch(dtype=torch.float64)).double() for _ in range(3)]
+        results.append((torch.stack(losses), weights(model)))
+    assert_same(results[0], results[1])
+    assert_same(results[0][1], results[2][1])
+    torch.testing.assert_close(results[0][0], results[2][0], rtol=1e-6, atol=0)
+
+
+def test_a_closure_without_a_batch_is_the_whole_batch(name):
+    x, y = batch()
+    models = [network(), network()]
+    make(name, models[0].parameters()).step(cross_entropy(models[0]), x, y)
+    make(name, models[1].parameters()).step(lambda: cross_entropy(models[1])(x, y))
+    assert_same(weights(models[0]), weights(models[1]))
+
+
+def test_the_loss_is_the_mean_at_the_first_points_detached(name):
+    model = network()
+    optimizer = make(name, model.parameters(), splits=3)
+    losses = []
+
+    def closure(x, y):
+        losses.append((cross_entropy(model)(x, y), len(x)))
+        return losses[-1][0]
+
+    loss = optimizer.step(closure, *batch(10))
+    expected = sum(value * size for value, size in losses[::2]) / 10
+    torch.testing.assert_close(loss, expected.detach())
+    assert not loss.requires_grad
+    assert loss.shape == ()
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x, y: ({"x": x, "more": [y, "label"]},),
+        lambda x, y: (OrderedDict(x=x, more=(y, None)),),
+        lambda x, y: (UserDict(x=x, more=[y, torch.tensor(3.0)]),),
+    ],
+)
+def test_nested_batches(name, wrap):
+    x, y = batch(7)
+    models = [network(), network()]
+    make(name, models[0].parameters(), splits=3).step(cross_entropy(models[0]), x, y)
+    kinds = []
+
+    def closure(b):
+        kinds.append((type(b), type(b["more"][1])))
+        return cross_entropy(models[1])(b["x"], b["more"][0])
+
+    (whole,) = wrap(x, y)
+    make(name, models[1].parameters(), splits=3).step(closure, whole)
+    assert_same(weights(models[0]), weights(models[1]))
+    assert set(kinds) == {(type(whole), type(whole["more"][1]))}
+    assert len(whole["x"]) == 7  # the batch itself is not changed
+
+
+def test_fewer_examples_than_splits(name):
+    model = network()
+    optimizer = make(name, model.parameters(), splits=8)
+    model.eval()
+    with pytest.warns(UserWarning, match="a batch of 3 examples cannot be cut into 8 parts"):
+        optimizer.step(cross_entropy(model), *batch(3))
+    optimizer.step(cross_entropy(model), *batch(3))  # one warning only
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "splits=4 needs a batch"),
+        (("label",), "splits=4 needs a batch"),
+        ((torch.ones(3, 2), torch.ones(4)), "different lengths"),
+        ((torch.ones(0, 2),), "batch is empty"),
+    ],
+)
+def test_batches_that_cannot_be_split(name, arguments, message):
+    w = nn.Parameter(torch.ones(2))
+    optimizer = make(name, [w], splits=4)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step(lambda *a: (w**2).sum(), *arguments)
+    assert torch.equal(w, torch.ones(2))
+
+
+def test_grad_mode_and_gradients_are_as_promised(name):
+    model = network()
+    optimizer = make(name, model.parameters(), splits=2)
+    with torch.no_grad():  # the closure gets gradients all the same
+        optimizer.step(lambda x, y: cross_entropy(model)(x, y) if torch.is_grad_enabled() else None, *batch())
+        assert not torch.is_grad_enabled()
+    optimizer.step(cross_entropy(model), *batch())
+    assert torch.is_grad_enabled()
+    for p in model.parameters():
+        assert p.is_leaf
+        assert p.requires_grad
+        assert p.grad is not None
+        assert not p.grad.requires_grad
+
+
+def test_grad_is_the_average_of_the_second_gradients(name):
+    w = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer = make(name, [w], splits=2)
+    seen = []
+
+    def closure(x):
+        loss = (x.sum() * w**2).sum()
+        seen.append(torch.autograd.grad(loss, w, retain_graph=True)[0])
+        return loss
+
+    optimizer.step(closure, torch.tensor([1.0, 2.0, 4.0]))  # parts [1, 2] and [4]
+    torch.testing.assert_close(w.grad, (2 * seen[1] + seen[3]) / 3)
+
+
+def test_addresses_stay(name):
+    model = network()
+    optimizer = make(name, model.parameters(), module=model)
+    addresses = [p.data_ptr() for p in model.parameters()] + [b.data_ptr() for b in model.buffers()]
+    optimizer.step(cross_entropy(model), *batch())
+    state = [v.data_ptr() for s in optimizer.state.values() for v in s.values()]
+    with pytest.raises(FloatingPointError):
+        optimizer.step(lambda x, y: cross_entropy(model)(x, y) * float("nan"), *batch())
+    optimizer.step(cross_entropy(model), *batch())
+    assert [p.data_ptr() for p in model.parameters()] + [b.data_ptr() for b in model.buffers()] == addresses
+    assert [v.data_ptr() for s in optimizer.state.values() for v in s.values()] == state
+
+
+def test_max_grad_norm(name):
+    w = nn.Parameter(torch.ones(4))
+    optimizer = make(name, [w], max_grad_norm=0.1)
+    optimizer.step(lambda: 100 * (w**2).sum())
+    torch.testing.assert_close(w.grad.norm(), torch.tensor(0.1), rtol=1e-4, atol=0)
+
+
+def test_activation_checkpointing_trains_all_layers(name):
+    from torch.utils.checkpoint import checkpoint
+
+    def plain():
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+    models = [plain(), plain()]
+    x, y = batch(dtype=torch.float64)
+    x.requires_grad_()  # what the reentrant form needs
+    for model, reentrant in zip(models, [True, False], strict=True):
+        optimizer = make(name, model.parameters())
+        optimizer.step(
+            lambda x, y, m=model, r=reentrant: nn.functional.cross_entropy(checkpoint(m, x, use_reentrant=r), y), x, y
+        )
+    for p, q, start in zip(*map(weights, models), weights(plain()), strict=True):
+        torch.testing.assert_close(p, q)
+        assert not torch.equal(p, start)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_bfloat16_autocast_inside_and_around_give_the_same_numbers(name, splits):
+    def inside(model, optimizer, x, y):
+        def closure(x, y):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return cross_entropy(model)(x, y)
+
+        return optimizer.step(closure, x, y)
+
+    def around(model, optimizer, x, y):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return optimizer.step(cross_entropy(model), x, y)
+
+    def plain(model, optimizer, x, y):
+        return optimizer.step(cross_entropy(model), x, y)
+
+    results = []
+    for way in (inside, around, plain):
+        model = network()
+        optimizer = make(name, model.parameters(), splits=splits)
+        losses = [way(model, optimizer, *batch(seed=seed)) for seed in range(4)]
+        results.append(([loss.float() for loss in losses], weights(model)))
+    assert_same(results[0], results[1])
+    for p, q in zip(results[0][1], results[2][1], strict=True):
+        assert not torch.equal(p, q)  # autocast was on
+        torch.testing.assert_close(p, q, rtol=0.1, atol=0.05)
+
+
+def test_grad_scaler_is_refused_with_advice(name):
+    model = network()
+    optimizer = make(name, model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    x, y = batch()
+    before = weights(model)
+    scaler.scale(cross_entropy(model)(x, y)).backward()
+    with pytest.raises(RuntimeError, match="bfloat16"):
+        scaler.step(optimizer, lambda: cross_entropy(model)(x, y))
+    assert_same(weights(model), before)
+
+
+# ---------------------------------------------------------------- torch.optim's ordinary behaviours
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: 0.9**t),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 2),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, 1.0, 3),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 5),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 2), lr_scheduler.CosineAnnealingLR(o, 3)], [2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler.ConstantLR(o, 0.5, 2)]
+    ),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.01, anneal_epochs=2),
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_schedulers_attach_directly(name, scheduler):
+    model = network()
+    optimizer = make(name, model.parameters())
+    schedule = SCHEDULERS[scheduler](optimizer)
+    rates = []
+    for _ in range(5):
+        optimizer.step(cross_entropy(model), *batch())
+        schedule.step(*([1.0] if scheduler == "ReduceLROnPlateau" else []))
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+    assert len(set(rates)) > 1
+    state = schedule.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: SequentialLR steps its parts when it is made
+        fresh = SCHEDULERS[scheduler](make(name, network().parameters()))
+    fresh.load_state_dict(state)
+
+
+def test_a_zero_learning_rate_moves_nothing(name):
+    model = network()
+    before = weights(model)
+    optimizer = make(name, model.parameters(), lr=0.0)
+    optimizer.step(cross_entropy(model), *batch())
+    assert_same(weights(model), before)
+
+
+def test_step_hooks_run_in_order(name):
+    w = nn.Parameter(torch.ones(2))
+    optimizer = make(name, [w])
+    calls = []
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: calls.append("pre"))
+    handle = optimizer.register_step_post_hook(lambda opt, args, kwargs: calls.append("post"))
+
+    def closure():
+        calls.append("closure")
+        return (w**2).sum()
+
+    optimizer.step(closure)
+    assert calls == ["pre", "closure", "closure", "post"]
+    handle.remove()
+    optimizer.step(closure)
+    assert calls[4:] == ["pre", "closure", "closure"]
+
+
+def test_named_parameters(name):
+    model = network()
+    optimizer = make(name, model.named_parameters())
+    assert optimizer.param_groups[0]["param_names"] == [n for n, _ in model.named_parameters()]
+    optimizer.step(cross_entropy(model), *batch())
+    unnamed = make(name, network().parameters())
+    unnamed.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_copies_go_on_alone(name, way):
+    model = network()
+    optimizer = make(name, model.parameters(), module=model, splits=2)
+    optimizer.step(cross_entropy(model), *batch())
+    pair = (model, optimizer)
+    if way == "deepcopy":
+        model_2, optimizer_2 = copy.deepcopy(pair)
+    elif way == "pickle":
+        model_2, optimizer_2 = pickle.loads(pickle.dumps(pair))
+    else:
+        buffer = io.BytesIO()
+        torch.save(pair, buffer)
+        buffer.seek(0)
+        model_2, optimizer_2 = torch.load(buffer, weights_only=False)
+    assert optimizer_2.module is model_2
+    assert optimizer_2.param_groups[0]["params"][0] is next(model_2.parameters())
+    before = snapshot(model, optimizer)
+    optimizer_2.step(cross_entropy(model_2), *batch())
+    assert_same(snapshot(model, optimizer), before)
+    optimizer.step(cross_entropy(model), *batch())
+    assert_same(snapshot(model, optimizer), snapshot(model_2, optimizer_2))
+    public = lambda o: {key for key in vars(o) if not key.startswith("_")}  # noqa: E731
+    assert public(optimizer) == public(optimizer_2)
+
+
+def test_repr_shows_the_options(name):
+    text = repr(make(name, [nn.Parameter(torch.ones(1))], splits=3))
+    assert "splits: 3" in text
+    assert "rho" in text
+
+
+def test_module_must_hold_the_parameters(name):
+    with pytest.raises(ValueError, match="do not belong to module"):
+        make(name, network().parameters(), module=network())
+
+
+def test_repeated_runs_are_equal(name):
+    results = []
+    for _ in range(2):
+        model = network()
+        optimizer = make(name, model.parameters(), splits=2)
+        for seed in range(4):
+            optimizer.step(cross_entropy(model), *batch(seed=seed))
+        results.append(weights(model))
+    assert_same(*results)
