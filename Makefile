@@ -27,7 +27,7 @@ types: $(VENV)/.installed
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed  ## build the documentation into site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) site report .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,7 +19,7 @@ class Problem:
     gradient: Callable[[np.ndarray, np.ndarray], tuple[float, np.ndarray]]
 
     def weights(self) -> np.ndarray:
-        return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()]).numpy().copy()
+        return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()]).cpu().numpy().copy()
 
     def minibatches(self, steps: int, size: int, seed: int = 0) -> list[np.ndarray]:
         rng = np.random.default_rng(seed)

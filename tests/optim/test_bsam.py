@@ -21,22 +21,22 @@ def flat_noise(model, seed=0):
 
     def noise(t, k):
         draws = [
-            standard_normal(seed, t, k, i, p.shape, dtype=torch.float64).reshape(-1)
+            standard_normal(seed, t, k, i, p.shape, device=p.device, dtype=torch.float64).reshape(-1)
             for i, p in enumerate(model.parameters())
         ]
-        return torch.cat(draws).numpy()
+        return torch.cat(draws).cpu().numpy()
 
     return noise
 
 
 def flat_state(optimizer, name):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return torch.cat([optimizer.state[p][name].reshape(-1) for p in parameters]).numpy()
+    return torch.cat([optimizer.state[p][name].reshape(-1) for p in parameters]).cpu().numpy()
 
 
 def run(problem, optimizer, minibatches):
     for minibatch in minibatches:
-        index = torch.from_numpy(minibatch)
+        index = torch.from_numpy(minibatch).to(problem.x.device)
         loss = optimizer.step(problem.loss_fn, problem.x[index], problem.y[index])
         yield problem.weights(), loss.item()
 
@@ -89,6 +89,22 @@ def test_matches_the_transcription(name, splits, form, sample_noise, size):
         np.testing.assert_allclose(flat_state(optimizer, "momentum"), g_m, rtol=1e-9, atol=1e-13)
         np.testing.assert_allclose(ours, loss, rtol=1e-10)
     assert np.abs(weights - start).max() > 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_matches_the_transcription_on_cuda(nonfinite):
+    problem = logistic()
+    gradient, start, minibatches = problem.gradient, problem.weights(), problem.minibatches(STEPS, 13)
+    problem.model.cuda()
+    problem.x, problem.y = problem.x.cuda(), problem.y.cuda()
+    optimizer = bsam.BSAM(problem.model.parameters(), lr=0.05, num_data=40, splits=4, nonfinite=nonfinite)
+    options = {"alpha": 0.05, "beta1": 0.9, "beta2": 0.999, "rho": 0.01, "delta": 25 / 40, "gamma": 0.1}
+    expected = reference.bsam(gradient, start, minibatches, flat_noise(problem.model), N=40, m=4, **options)
+    for (omega, s, _, _), (weights, _) in zip(expected, run(problem, optimizer, minibatches), strict=True):
+        np.testing.assert_allclose(weights, omega, rtol=1e-9)
+        np.testing.assert_allclose(flat_state(optimizer, "unit_precision"), s, rtol=1e-9)
 
 
 @pytest.mark.parametrize("splits", [1, 4])

@@ -342,7 +342,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} has contents that do not make sense: {error}") from error
+        raise ValueError(f"{path} has contents that do not make sense: {type(error).__name__}: {error}") from error
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
