@@ -349,6 +349,8 @@ def test_sampled_draws_are_numbered():
     assert not torch.equal(draw(), second)
     optimizer.step(lambda: (w**2).sum())
     assert not torch.equal(draw(0), first)
+    with pytest.raises(ValueError, match="draw=-1"):
+        draw(-1)
 
 
 def test_sampled_never_repeats_the_noise_of_training():
@@ -453,3 +455,13 @@ def test_load_refuses_precisions_that_are_not_positive(bad):
         optimizer.load_state_dict(state)
     assert torch.equal(optimizer.state[w]["unit_precision"], before["state"][0]["unit_precision"])
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_load_refuses_the_state_of_another_optimizer():
+    w = nn.Parameter(torch.ones(4))
+    adam = torch.optim.Adam([w])
+    (w**2).sum().backward()
+    adam.step()
+    optimizer = bsam.BSAM([w], num_data=1000)
+    with pytest.raises(ValueError, match="has no 'momentum'"):
+        optimizer.load_state_dict(adam.state_dict())

@@ -212,10 +212,12 @@ def test_nonfinite_steps_can_be_skipped(name, where, call):
     after = snapshot(model, optimizer)
     assert_same({**after, "grads": None}, {**before, "grads": None})
     assert optimizer.skipped_steps == 1
+    optimizer.step(poisoned(model, where, float("inf"), {call}), x, y)
+    assert optimizer.skipped_steps == 2
     for p in model.parameters():
         p._backward_hooks = None
     optimizer.step(cross_entropy(model), x, y)
-    assert optimizer.skipped_steps == 1
+    assert optimizer.skipped_steps == 2
     assert all(p.isfinite().all() for p in model.parameters())
     assert not torch.equal(model[0].weight, before["model"]["0.weight"])
 

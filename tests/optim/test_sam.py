@@ -205,3 +205,19 @@ def test_hooks_of_the_whole_process_run_once():
         for handle in handles:
             handle.remove()
     assert calls == [("pre", optimizer), ("post", optimizer)]
+
+
+def test_agrees_with_another_package():
+    """pytorch_optimizer's SAM, an independent implementation of the same algorithm (no splits there)."""
+    import pytorch_optimizer
+
+    ours, theirs = logistic(), logistic()
+    sam = bsam.SAM(ours.model.parameters(), torch.optim.SGD, rho=0.3, lr=0.2, momentum=0.9)
+    other = pytorch_optimizer.SAM(theirs.model.parameters(), torch.optim.SGD, rho=0.3, lr=0.2, momentum=0.9)
+    for _ in range(20):
+        sam.step(ours.loss_fn, ours.x, ours.y)
+        theirs.loss_fn(theirs.x, theirs.y).backward()
+        other.first_step(zero_grad=True)
+        theirs.loss_fn(theirs.x, theirs.y).backward()
+        other.second_step(zero_grad=True)
+    np.testing.assert_allclose(ours.weights(), theirs.weights(), rtol=1e-6)  # it adds 1e-12 to the norm

@@ -96,7 +96,7 @@ class ProbingOptimizer(Optimizer):
     def _reset(self) -> None:
         """Set what is neither option nor state: a copy or a restored optimizer starts with this."""
         self._away: str | None = None  # why the weights are not at their mean just now
-        self._warned: set[str] = set()
+        self._warned: set[int | str] = set()  # what a warning was given for
         self._skipped: Tensor | None = None
         self._synchronised = False
 
@@ -148,11 +148,10 @@ class ProbingOptimizer(Optimizer):
         self._refuse_if_away("take a step")
         splits = self._option("splits")
         parts = split_batch(batch, splits)
-        if len(parts) < splits and batch:
-            self._warn_once(
-                "few",
-                f"a batch of {len(parts)} examples cannot be cut into {splits} parts: one part an example.",
-            )
+        if len(parts) < splits and "few examples" not in self._warned:
+            self._warned.add("few examples")
+            text = f"a batch of {len(parts)} examples cannot be cut into {splits} parts: one part an example."
+            warnings.warn(text, stacklevel=4)
         if self.process_group is not None and not self._synchronised:
             self._synchronise()
 
@@ -173,19 +172,18 @@ class ProbingOptimizer(Optimizer):
             buffers.restore()
             raise
         finally:
+            for slot in slots:
+                slot.parameter.copy_(slot.mean)
+            torch.clear_autocast_cache()
             self._away = None
 
         if accept is not None:
-            self._skipped = ~accept if self._skipped is None else self._skipped + ~accept
+            refused = (~accept).long()
+            self._skipped = refused if self._skipped is None else self._skipped + refused
             buffers.restore(unless=accept)
         for slot, gradient in zip(slots, statistics[0], strict=True):
             slot.parameter.grad = gradient.to(slot.parameter.dtype) if slot.seen else None
-        unseen = [self._name(slot) for slot in slots if not slot.seen]
-        if unseen:
-            self._warn_once(
-                f"unseen {unseen}",
-                f"no gradient reached {', '.join(unseen)}: not part of the loss? Left as they are.",
-            )
+        self._warn_of_unseen(slots)
         keep = [i for i, slot in enumerate(slots) if slot.seen]
         self._update([slots[i] for i in keep], tuple([t[i] for i in keep] for t in statistics), accept)
         torch.clear_autocast_cache()
@@ -199,24 +197,19 @@ class ProbingOptimizer(Optimizer):
         first = 0 if self.process_group is None else rank_of(self.process_group) * self._option("splits")
         sums: tuple[list[Tensor], ...] = ()
         losses: list[Tensor] = []
-        try:
-            for k, (part, size) in enumerate(parts):
-                grad_at, passes = self._grad_function(slots, closure, part, k)
-                probe = self._probe(slots, grad_at, first + k)
-                weight = size / total
-                if len(parts) == 1:
-                    sums, losses = probe.statistics, passes
-                elif k == 0:
-                    sums = tuple([t * weight for t in tensors] for tensors in probe.statistics)
-                    losses = [loss * weight for loss in passes]
-                else:
-                    for mean, value in zip((*sums, losses), (*probe.statistics, passes), strict=True):
-                        for m, v in zip(mean, value, strict=True):
-                            m.add_(v, alpha=weight)
-        finally:
-            for slot in slots:
-                slot.parameter.copy_(slot.mean)
-            torch.clear_autocast_cache()
+        for k, (part, size) in enumerate(parts):
+            grad_at, passes = self._grad_function(slots, closure, part, k)
+            probe = self._probe(slots, grad_at, first + k)
+            weight = size / total
+            if len(parts) == 1:
+                sums, losses = probe.statistics, passes
+            elif k == 0:
+                sums = tuple([t * weight for t in tensors] for tensors in probe.statistics)
+                losses = [loss * weight for loss in passes]
+            else:
+                for mean, value in zip((*sums, losses), (*probe.statistics, passes), strict=True):
+                    for m, v in zip(mean, value, strict=True):
+                        m.add_(v, alpha=weight)
         if self.process_group is not None:
             sums = self._average_over_ranks(slots, sums, losses, total)
         return losses, sums
@@ -422,10 +415,13 @@ class ProbingOptimizer(Optimizer):
         if self._away is not None:
             raise RuntimeError(f"cannot {what} {self._away}: the model does not hold its own weights there.")
 
-    def _warn_once(self, key: str, message: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(message, stacklevel=5)
+    def _warn_of_unseen(self, slots: list[Slot]) -> None:
+        """Name, once each, the parameters that no gradient reached."""
+        unseen = [slot for slot in slots if not slot.seen and slot.index not in self._warned]
+        if unseen:
+            self._warned.update(slot.index for slot in unseen)
+            names = ", ".join(self._name(slot) for slot in unseen)
+            warnings.warn(f"no gradient reached {names}: not part of the loss? Left as they are.", stacklevel=5)
 
     def _name(self, slot: Slot) -> str:
         names = [name for group in self.param_groups for name in group.get("param_names", ())]

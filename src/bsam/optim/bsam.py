@@ -269,6 +269,8 @@ class BSAM(ProbingOptimizer):
         outermost = self._means is None
         if outermost:
             self._refuse_if_away("sample the posterior")
+        if draw is not None and draw < 0:
+            raise ValueError(f"draw={draw} must be >= 0: it numbers the samples of the posterior.")
         if draw is None:
             draw, self._draws = self._draws, self._draws + 1
         slots = self._slots()  # what to put back: the mean, or the outer sample
@@ -297,6 +299,11 @@ class BSAM(ProbingOptimizer):
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
         super()._check_state_dict(state_dict)
         for key, state in state_dict["state"].items():
+            missing = [name for name in ("step", "momentum", "unit_precision") if name not in state]
+            if missing:
+                raise ValueError(
+                    f"the loaded state of parameter {key} has no {missing[0]!r}: is it another optimizer's?"
+                )
             s, momentum = state["unit_precision"], state["momentum"]
             if not bool(((s > 0) & s.isfinite()).all()):
                 raise ValueError(f"the loaded unit_precision of parameter {key} is not positive and finite everywhere.")

@@ -136,7 +136,9 @@ class Posterior(Protocol):
         }
         if any(wrong.values()):
             said = "; ".join(f"{what} {first_few(names)}" for what, names in wrong.items() if names)
-            raise ValueError(f"the posterior does not fit the model: {said}. Nothing was changed.")
+            raise ValueError(
+                f"the posterior does not fit the model: {said}. Nothing was changed: give the model it was made for."
+            )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything into one safetensors file; a file that is there is replaced in one go or stays."""

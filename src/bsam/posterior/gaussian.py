@@ -72,10 +72,10 @@ class DiagonalGaussian(Posterior):
         self.std = copied("std", std)
         self.buffers = copied("buffers", buffers)
         check_same_layout("std", self.std, self.mean)
-        for name, mean_tensor in self.mean.items():
-            dtype = torch.float64 if mean_tensor.dtype == torch.float64 else torch.float32
-            s = self.std[name] = self.std[name].to(mean_tensor.device, dtype)
-            if not bool(((s >= 0) & s.isfinite()).all()):
+        for name, mu in self.mean.items():
+            sigma = self.std[name].to(mu.device, torch.float64 if mu.dtype == torch.float64 else torch.float32)
+            self.std[name] = sigma
+            if not bool(((sigma >= 0) & sigma.isfinite()).all()):
                 raise ValueError(f"the std of {name} must be finite and >= 0 everywhere. Write 0 for a fixed weight.")
         for name in self.sampled_names:
             if not self.mean[name].is_floating_point():
