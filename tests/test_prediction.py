@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import bsam.prediction
 from bsam import metrics
 from bsam.posterior import DiagonalGaussian, PointMass
-from bsam.prediction import GaussianPredictions, Predictions, predict
+from bsam.prediction import GaussianPredictions, Predictions, passes, predict
 
 D, K = 4, 3
 
@@ -23,7 +22,7 @@ D, K = 4, 3
 @pytest.fixture(autouse=True)
 def try_vmap(monkeypatch):
     """Choose as on an accelerator, where vmap is tried first."""
-    monkeypatch.setattr(bsam.prediction, "_launch_bound", lambda device: True)
+    monkeypatch.setattr(passes, "_launch_bound", lambda device: True)
 
 
 def seeded(make, dtype=torch.float64, seed=0):
@@ -294,7 +293,7 @@ def test_chunk_is_chosen_by_memory(monkeypatch):
     vmap = torch.vmap
     monkeypatch.setattr(torch, "vmap", lambda f: lambda stack: seen.append(len(stack["0.bias"])) or vmap(f)(stack))
     for room, chunks in ((5 * size, [5]), (2 * size + 1, [2, 2, 1]), (0, [1] * 5)):
-        monkeypatch.setattr(bsam.prediction, "_STACK_BYTES", room)
+        monkeypatch.setattr(passes, "_STACK_BYTES", room)
         seen.clear()
         assert_close(everything, predict(model, q, x, num_samples=5, vectorise=True))
         assert seen == chunks

@@ -1,19 +1,18 @@
-r"""How good, and how honest, class probabilities are: accuracy, NLL, ECE, AUROC and Brier score.
+"""How good, and how honest, class probabilities are: accuracy, NLL, ECE, AUROC and Brier score.
 
-Every example $i$ has log-probabilities $\log p_{ik}$ over $K$ classes and a label $y_i$. It is predicted
-as $\hat y_i = \arg\max_k p_{ik}$ (the lowest index among equals) with the confidence
-$c_i = \max_k p_{ik}$, and $a_i = 1[\hat y_i = y_i]$ says whether that was correct. Over $n$ examples:
+Every example i has log-probabilities log p_ik over K classes and a label y_i. Its prediction is the class of the
+largest probability (the lowest index among equals), its confidence c_i that probability, and a_i is 1 if the
+prediction is correct and 0 if not. Over n examples:
 
-- accuracy: $\frac1n \sum_i a_i$.
-- NLL: $-\frac1n \sum_i \log p_{i y_i}$, natural logarithm.
-- ECE (Guo et al. 2017, https://arxiv.org/abs/1706.04599): $\sum_b \frac{n_b}{n} |acc_b - conf_b|$ over $B$
-  bins of equal width, $acc_b$ and $conf_b$ being the means of $a_i$ and $c_i$ over the $n_b$ examples with
-  $\frac{b-1}{B} < c_i \le \frac bB$.
-- AUROC (of misclassification; Osawa et al. 2019, appendix H, https://arxiv.org/abs/1906.02506): the
-  probability that a correctly classified example has a higher confidence than a misclassified one, ties
-  counting one half. It is exact, with no grid of thresholds, and NaN where all examples are correct or all
-  are wrong.
-- Brier: $\frac1n \sum_i \sum_k (p_{ik} - 1[y_i = k])^2$, from 0 to 2.
+    accuracy  =  1/n sum_i a_i
+    NLL       =  -1/n sum_i log p_i,y_i                        natural logarithm
+    ECE       =  sum_b n_b/n |acc_b - conf_b|                  B bins of equal width, b holding (b - 1)/B < c_i <= b/B
+    AUROC     =  P(c_i > c_j) + 1/2 P(c_i = c_j)               for i correct and j misclassified
+    Brier     =  1/n sum_i sum_k (p_ik - [y_i = k])^2          from 0 to 2
+
+- ECE: Guo et al. (2017), https://arxiv.org/abs/1706.04599; acc_b and conf_b are the means of a_i and c_i in a bin.
+- AUROC, of misclassification: Osawa et al. (2019), appendix H, https://arxiv.org/abs/1906.02506. It is exact, with no
+  grid of thresholds, and NaN where all examples are correct or all are wrong.
 
 Other packages may give other numbers. torchmetrics <= 1.9 counts a confidence of exactly 1.0 in an extra
 bin of its own (https://github.com/Lightning-AI/torchmetrics/issues/3510), which moves the ECE of a

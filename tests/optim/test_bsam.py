@@ -465,3 +465,46 @@ def test_load_refuses_the_state_of_another_optimizer():
     optimizer = bsam.BSAM([w], num_data=1000)
     with pytest.raises(ValueError, match="has no 'momentum'"):
         optimizer.load_state_dict(adam.state_dict())
+
+
+# ---------------------------------------------------------------- posterior()
+
+
+def test_posterior_is_the_gaussian_of_line_10_with_the_prior_of_each_group():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False))
+    optimizer = bsam.BSAM(
+        [{"params": model[0].parameters(), "prior_precision": 3.0}, {"params": model[1].parameters(), "sample": False}],
+        num_data=50,
+        augmentation_factor=4.0,
+        betas=(0.9, 0.5),
+        module=model,
+    )
+    for _ in range(5):
+        optimizer.step(lambda: model(torch.ones(4, 3)).pow(2).mean())
+    posterior = optimizer.posterior()
+    s = optimizer.state[model[0].weight]["unit_precision"]
+    torch.testing.assert_close(posterior.std["0.weight"], 1 / (50 * 4 * s).sqrt())
+    assert not posterior.std["1.weight"].any()
+    assert posterior.prior_precision == {"0.weight": 3.0, "0.bias": 3.0}
+    prior = torch.distributions.Normal(0.0, 3.0**-0.5)
+    q = [torch.distributions.Normal(posterior.mean[n], posterior.std[n]) for n in ("0.weight", "0.bias")]
+    expected = sum(torch.distributions.kl_divergence(each, prior).sum() for each in q)
+    torch.testing.assert_close(posterior.kl().float(), expected)
+
+
+def test_posterior_warns_while_the_precision_is_its_starting_value():
+    model = nn.Linear(3, 2)
+    optimizer = bsam.BSAM(model.parameters(), num_data=50, betas=(0.9, 0.9))
+    for _ in range(21):  # 0.9^21 = 0.109
+        optimizer.step(lambda: model(torch.ones(4, 3)).pow(2).mean())
+    with pytest.warns(UserWarning, match="after 21 steps 11% of the precision"):
+        optimizer.posterior(model)
+    optimizer.step(lambda: model(torch.ones(4, 3)).pow(2).mean())
+    optimizer.posterior(model)  # 0.098: no warning
+
+
+def test_no_posterior_inside_sampled():
+    model = nn.Linear(3, 2)
+    optimizer = bsam.BSAM(model.parameters(), num_data=50)
+    with optimizer.sampled(), pytest.raises(RuntimeError, match="inside sampled"):
+        optimizer.posterior(model)

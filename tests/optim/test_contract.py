@@ -890,3 +890,35 @@ def test_repeated_runs_are_equal(name):
             optimizer.step(cross_entropy(model), *batch(seed=seed))
         results.append(weights(model))
     assert_same(*results)
+
+
+# ---------------------------------------------------------------- after training
+
+
+def test_the_posterior_is_around_the_weights_and_predicts(name, tmp_path):
+    model = network()
+    model[3].bias.requires_grad_(False)
+    optimizer = make(name, model.parameters(), module=model, **({"betas": (0.9, 0.5)} if name == "BSAM" else {}))
+    x, y = batch(24)
+    for _ in range(5):
+        optimizer.step(cross_entropy(model), x, y)
+    posterior = optimizer.posterior()
+    assert_same(posterior.mean, {k: p.detach() for k, p in model.named_parameters()})
+    assert_same(posterior.buffers, dict(model.named_buffers()))
+    assert not posterior.std["3.bias"].any()
+    assert repr(optimizer.posterior(model)) == repr(posterior)
+    posterior.save(tmp_path / "posterior.safetensors")
+    loaded = bsam.load_posterior(tmp_path / "posterior.safetensors")
+    before = weights(model)
+    predictions = bsam.predict(network(), loaded, (x, y), num_samples=4)
+    assert_same(bsam.predict(model, posterior, (x, y), num_samples=4).log_probs, predictions.log_probs)
+    assert_same(weights(model), before)
+    assert bsam.metrics.summary(predictions, num_bootstrap=0).num_examples == 24
+    next(model.parameters()).data.add_(1)  # a copy: what happens to the model later does not reach it
+    assert not torch.equal(posterior.mean["0.weight"], model[0].weight)
+
+
+def test_the_posterior_needs_the_model(name):
+    model = network()
+    with pytest.raises(TypeError, match="needs the model"):
+        make(name, model.parameters()).posterior()

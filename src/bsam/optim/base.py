@@ -29,6 +29,7 @@ from bsam import batch_norm as bn
 from bsam.distributed import all_reduce_sum, broadcast, rank_of
 from bsam.optim import options
 from bsam.optim.batch import split_batch
+from bsam.posterior import PointMass, Posterior
 
 __all__ = ["GradAt", "Probe", "ProbingOptimizer", "Slot"]
 
@@ -300,6 +301,26 @@ class ProbingOptimizer(Optimizer):
             tensors += list(self.module.buffers())
         broadcast(tensors, self.process_group)
         self._synchronised = True
+
+    # ------------------------------------------------------------------ after training
+
+    def posterior(self, model: nn.Module | None = None) -> Posterior:
+        """The distribution over the weights that was learned: here a point, the weights themselves.
+
+        Args:
+            model: The model, for the names of its parameters and for its buffers. Not needed if the optimizer was
+                made with `module=`.
+        """
+        return PointMass.from_model(self._model_or_own(model))
+
+    def _model_or_own(self, model: nn.Module | None) -> nn.Module:
+        self._refuse_if_away("take the posterior")
+        model = self.module if model is None else model
+        if model is None:
+            raise TypeError(
+                "posterior() needs the model: optimizer.posterior(model), or make the optimizer with module=."
+            )
+        return model
 
     # ------------------------------------------------------------------ torch.optim's contract
 

@@ -41,6 +41,7 @@ State of a parameter: `momentum` (g_m), `unit_precision` (s) and `step`; float32
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +52,7 @@ from torch import Tensor, nn
 from bsam.noise import standard_normal
 from bsam.optim import options
 from bsam.optim.base import GradAt, Probe, ProbingOptimizer, Slot, write
+from bsam.posterior import DiagonalGaussian
 
 __all__ = ["BSAM", "curvature", "perturbation", "posterior_std", "update"]
 
@@ -256,6 +258,32 @@ class BSAM(ProbingOptimizer):
             write(state["unit_precision"], s, accept)
             write(state["step"], state["step"] + 1, accept)
             self.state[slot.parameter] = state
+
+    def posterior(self, model: nn.Module | None = None) -> DiagonalGaussian:
+        """The Gaussian N(omega, 1 / (N s)) over the weights, with the prior that was used.
+
+        Frozen parameters and groups with `sample=False` are points. Warns while a tenth or more of the precision is
+        still its starting value, that is while beta2^t > 0.1.
+
+        Args:
+            model: The model, for the names of its parameters and for its buffers. Not needed if the optimizer was
+                made with `module=`.
+        """
+        model = self._model_or_own(model)
+        slots = [slot for slot in self._slots() if slot.group["sample"]]
+        steps = max((int(slot.state["step"]) for slot in slots), default=0)
+        left = max((slot.group["betas"][1] ** steps for slot in slots), default=0.0)
+        if left > 0.1:
+            warnings.warn(
+                f"after {steps} steps {left:.0%} of the precision is still its starting value: train longer, or with a "
+                "smaller beta2 (0.99 forgets it in 230 steps).",
+                stacklevel=2,
+            )
+        return DiagonalGaussian.from_model(
+            model,
+            {s.parameter: posterior_std(s.state["unit_precision"], self.effective_num_data) for s in slots},
+            prior_precision={s.parameter: float(s.group["prior_precision"]) for s in slots},
+        )
 
     @contextlib.contextmanager
     def sampled(self, draw: int | None = None) -> Iterator[None]:

@@ -1,14 +1,14 @@
-r"""A Gaussian over the weights with a diagonal covariance.
+"""A Gaussian over the weights with a diagonal covariance.
 
-The posterior of bSAM and VOGN: $q(\theta) = \prod_j N(\theta_j \mid \mu_j, \sigma_j^2)$. With the prior
-$p(\theta) = \prod_j N(\theta_j \mid 0, 1 / \delta_j)$, where $\delta_j$ is `prior_precision`,
+The posterior of bSAM: q(theta) = prod_j N(theta_j | mu_j, sigma_j^2). With z_j = (theta_j - mu_j) / sigma_j and the
+prior p(theta) = prod_j N(theta_j | 0, 1 / delta_j), where delta_j is `prior_precision`,
 
-- log-density: $\sum_j -\frac12 z_j^2 - \log \sigma_j - \frac12 \log 2\pi$ with $z_j = (\theta_j - \mu_j) / \sigma_j$;
-- entropy: $\sum_j \log \sigma_j + \frac12 \log 2 \pi e$;
-- divergence: $KL(q \| p) = \sum_j \frac12 (\delta_j \sigma_j^2 + \delta_j \mu_j^2 - 1 - \log \delta_j \sigma_j^2)$.
+    log q(theta)  =  sum_j  -1/2 z_j^2 - log sigma_j - 1/2 log(2 pi)
+    entropy       =  sum_j  log sigma_j + 1/2 log(2 pi e)
+    KL(q || p)    =  sum_j  1/2 (delta_j sigma_j^2 + delta_j mu_j^2 - 1 - log(delta_j sigma_j^2))
 
-The sums go over the elements with $\sigma_j > 0$ and are taken in float64. The others are fixed: in the limit
-$\sigma_j \to 0$ each would add an infinite amount that tells nothing about the rest.
+The sums go over the elements with sigma_j > 0 and are taken in float64. The others are fixed: in the limit
+sigma_j -> 0 each would add an infinite amount that tells nothing about the rest.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from bsam.files import Settings
 from bsam.posterior.base import (
     Posterior,
-    Settings,
     check_generator,
     check_same_layout,
     check_temperature,

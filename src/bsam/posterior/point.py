@@ -12,9 +12,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from bsam.files import Settings
 from bsam.posterior.base import (
     Posterior,
-    Settings,
     check_generator,
     check_same_layout,
     check_temperature,

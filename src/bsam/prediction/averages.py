@@ -1,0 +1,166 @@
+"""Averages over samples of the weights, taken in as the samples come: probabilities in log space, or moments."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bsam.prediction.results import entropy
+
+__all__ = ["Average", "average_for"]
+
+_LOG_ZERO = torch.tensor(-math.inf, device="cpu")
+"""The logarithm of an empty sum; a tensor without dimensions, it goes with any device and type."""
+
+
+class Average(Protocol):
+    """An average over samples, made for one batch and its labels."""
+
+    def add(self, outputs: Tensor) -> None:
+        """Take in the outputs of some samples, (samples, n, ...)."""
+
+    def columns(self) -> dict[str, Tensor | None]:
+        """The fields of the result that have one row an example."""
+
+
+class ClassAverage:
+    """The mean of probabilities over the samples of one batch, in log space, one chunk of samples after another."""
+
+    def __init__(self, log_probs: Callable[[Tensor], Tensor], labels: Any) -> None:
+        self._log_probs = log_probs
+        self._labels = labels
+        self._log_sum = _LOG_ZERO
+        self._entropy_sum: Tensor | float = 0.0
+        self._count = 0
+
+    def add(self, outputs: Tensor) -> None:
+        log_p = self._log_probs(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
+        self._log_sum = torch.logaddexp(self._log_sum, log_p.logsumexp(dim=0))
+        self._entropy_sum = self._entropy_sum + entropy(log_p).sum(dim=0)
+        self._count += len(outputs)
+
+    def columns(self) -> dict[str, Tensor | None]:
+        log_probs = self._log_sum - math.log(self._count)
+        information = entropy(log_probs) - self._entropy_sum / self._count
+        labels = None if self._labels is None else _class_labels(self._labels, len(log_probs))
+        # Rounding may take the mutual information below 0.
+        return {"log_probs": log_probs, "mutual_information": information.clamp(min=0), "labels": labels}
+
+
+def _categorical(outputs: Tensor) -> Tensor:
+    """(samples, n, K) logits to log-probabilities."""
+    shape = tuple(outputs.shape[1:])
+    if outputs.ndim == 2 or shape[1:] == (1,):
+        raise ValueError(
+            f'the model gives one number an example, shape {shape}, but likelihood="categorical" needs K >= 2 logits. '
+            'Write likelihood="bernoulli" for two classes, or "gaussian" for regression.'
+        )
+    if outputs.ndim != 3:
+        raise ValueError(
+            f'the model gives outputs of shape {shape}, but likelihood="categorical" needs (n, K) logits. Bring them '
+            "to it by forward=lambda model, inputs: ..."
+        )
+    return outputs.log_softmax(dim=-1)
+
+
+def _bernoulli(outputs: Tensor) -> Tensor:
+    """(samples, n) logits of class 1 to log-probabilities of both classes."""
+    logit = _one_output(outputs)
+    if logit.ndim != 2:
+        raise ValueError(
+            f'the model gives outputs of shape {tuple(outputs.shape[1:])}, but likelihood="bernoulli" needs one logit '
+            'an example, (n,) or (n, 1). Write likelihood="categorical" for K logits.'
+        )
+    return torch.stack([F.logsigmoid(-logit), F.logsigmoid(logit)], dim=-1)
+
+
+_LOG_PROBS = {"categorical": _categorical, "bernoulli": _bernoulli}
+
+
+def _class_labels(labels: Any, n: int) -> Tensor:
+    given = torch.as_tensor(labels).detach().cpu()
+    flat = given.squeeze(1) if given.shape == (n, 1) else given
+    if flat.shape != (n,):
+        raise ValueError(
+            f"labels of shape {tuple(given.shape)} came with outputs for {n} examples: one class number an example, "
+            f"({n},), is needed. Write one_hot.argmax(dim=1) for one-hot labels."
+        )
+    whole = flat.long()
+    if not torch.equal(whole.to(flat.dtype), flat):
+        raise ValueError(f"labels must be class numbers 0, 1, ..., not {flat[whole != flat][0].item()}.")
+    return whole
+
+
+class GaussianAverage:
+    """Mean and variance of the outputs over the samples of one batch, and the density of the targets."""
+
+    def __init__(self, noise_std: float, targets: Any) -> None:
+        self._noise_std = noise_std
+        self._targets: Tensor | None = None if targets is None else torch.as_tensor(targets).detach()
+        self._mean: Tensor | float = 0.0
+        self._squares: Tensor | float = 0.0  # sum of squared distances from the mean
+        self._log_sum = _LOG_ZERO
+        self._count = 0
+
+    def add(self, outputs: Tensor) -> None:
+        f = _one_output(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
+        if f.ndim not in (2, 3):
+            raise ValueError(
+                f'the model gives outputs of shape {tuple(outputs.shape[1:])}, but likelihood="gaussian" needs (n,) or '
+                "(n, D)."
+            )
+        count, total = len(f), self._count + len(f)
+        mean, squares = f.mean(dim=0), f.var(dim=0, correction=0) * count
+        shift = mean - self._mean  # Chan et al. (1983): two sets of samples into one
+        self._mean = self._mean + shift * (count / total)
+        self._squares = self._squares + squares + shift.square() * (self._count * count / total)
+        self._count = total
+        if self._targets is not None:
+            self._targets = y = _targets(self._targets, f)
+            z = (y - f) / self._noise_std
+            log_p = -0.5 * z.square() - math.log(self._noise_std) - 0.5 * math.log(2 * math.pi)
+            log_p = log_p.sum(dim=2) if log_p.ndim == 3 else log_p
+            self._log_sum = torch.logaddexp(self._log_sum, log_p.logsumexp(dim=0))
+
+    def columns(self) -> dict[str, Tensor | None]:
+        return {
+            "mean": torch.as_tensor(self._mean),
+            "epistemic_variance": torch.as_tensor(self._squares / self._count),
+            "targets": self._targets,
+            "log_density": None if self._targets is None else self._log_sum - math.log(self._count),
+        }
+
+
+def _one_output(outputs: Tensor) -> Tensor:
+    """(samples, n, 1) as (samples, n)."""
+    return outputs.squeeze(2) if outputs.ndim == 3 and outputs.shape[2] == 1 else outputs
+
+
+def _targets(targets: Tensor, f: Tensor) -> Tensor:
+    y = targets.to(f.device, f.dtype)
+    y = y.squeeze(1) if y.ndim == 2 and y.shape[1] == 1 else y
+    if y.shape != f.shape[1:]:
+        raise ValueError(f"targets of shape {tuple(targets.shape)} came with outputs of shape {tuple(f.shape[1:])}.")
+    return y
+
+
+def average_for(likelihood: str, noise_std: float | None) -> Callable[[Any], Average]:
+    """The class of the averages, but for the labels of a batch."""
+    if likelihood == "gaussian":
+        if noise_std is None or not (math.isfinite(noise_std) and noise_std > 0):
+            raise ValueError(
+                f'noise_std={noise_std} must be a finite number > 0 for likelihood="gaussian": the standard deviation '
+                "of the targets around the true output, like noise_std=0.1."
+            )
+        return functools.partial(GaussianAverage, noise_std)
+    if noise_std is not None:
+        raise ValueError(f'noise_std={noise_std} is only for likelihood="gaussian", not {likelihood!r}: leave it out.')
+    if likelihood not in _LOG_PROBS:
+        raise ValueError(f"likelihood={likelihood!r} must be one of {', '.join(map(repr, _LOG_PROBS))}, 'gaussian'.")
+    return functools.partial(ClassAverage, _LOG_PROBS[likelihood])

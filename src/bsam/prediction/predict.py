@@ -1,0 +1,271 @@
+"""Predictions averaged over a posterior.
+
+With samples theta_1 .. theta_S of the weights and the model's output f_i(x) at theta_i,
+
+- classes: p(y | x) = 1/S sum_i p(y | f_i(x)), averaged in log space. Its entropy H is all uncertainty; the mutual
+  information H - 1/S sum_i H_i between label and weights is the part that more data would remove (epistemic), where
+  H_i is the entropy of p(y | f_i(x)).
+- regression: p(y | x) = 1/S sum_i N(y | f_i(x), noise_std^2), whose variance is that of the f_i(x) over the samples
+  (epistemic) plus noise_std^2 (aleatoric).
+
+One set of samples serves the whole data set: sample i is the i-th draw of `torch.Generator().manual_seed(seed)` (a
+generator on the model's device where that is CUDA), whatever the batch size, the chunk or the way it is computed.
+
+The data is read once, and each batch runs at all samples: on an accelerator `chunk` at a time in one vmapped pass where
+the model allows it, otherwise in a loop. Both give the same numbers up to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from bsam.posterior.base import Posterior, preserved
+from bsam.prediction.averages import average_for
+from bsam.prediction.passes import Forward, Passes
+from bsam.prediction.results import GaussianPredictions, Predictions
+
+__all__ = ["predict"]
+
+
+@overload
+def predict(
+    model: nn.Module,
+    posterior: Posterior,
+    data: Any,
+    *,
+    num_samples: int = ...,
+    seed: int = ...,
+    chunk: int | None = ...,
+    batch_size: int = ...,
+    likelihood: Literal["categorical", "bernoulli"] = ...,
+    forward: Forward | None = ...,
+    vectorise: bool | None = ...,
+    progress: bool | None = ...,
+) -> Predictions: ...
+
+
+@overload
+def predict(
+    model: nn.Module,
+    posterior: Posterior,
+    data: Any,
+    *,
+    likelihood: Literal["gaussian"],
+    noise_std: float,
+    num_samples: int = ...,
+    seed: int = ...,
+    chunk: int | None = ...,
+    batch_size: int = ...,
+    forward: Forward | None = ...,
+    vectorise: bool | None = ...,
+    progress: bool | None = ...,
+) -> GaussianPredictions: ...
+
+
+def predict(
+    model: nn.Module,
+    posterior: Posterior,
+    data: Any,
+    *,
+    num_samples: int = 32,
+    seed: int = 0,
+    chunk: int | None = None,
+    batch_size: int = 512,
+    likelihood: Literal["categorical", "bernoulli", "gaussian"] = "categorical",
+    noise_std: float | None = None,
+    forward: Forward | None = None,
+    vectorise: bool | None = None,
+    progress: bool | None = None,
+) -> Predictions | GaussianPredictions:
+    """Predict with the average over samples of a posterior.
+
+    The model predicts in evaluation mode; afterwards weights, buffers, each layer's mode and the global (CPU)
+    generator are what they were, also after an exception. The memory it takes is that of the weights, `chunk` samples
+    of them, and one batch; the results wait on the CPU.
+
+    Args:
+        model: The model; it need not hold the weights of the posterior. Its device is where predictions are made.
+        posterior: The distribution of its weights.
+        data: A tensor of inputs, a tuple (inputs, labels) of tensors, or batches, say a DataLoader or a generator;
+            it is read once. A batch is a tensor of inputs, (inputs, labels), (inputs,) or a dictionary whose
+            "labels" (or "label") are the labels. Inputs that are a dictionary are given to the model as keywords, a
+            tuple or list as positional arguments.
+        num_samples: How many samples to average over; 0 predicts with the mean.
+        seed: Seed of the samples.
+        chunk: How many samples are held, and run in one vmapped pass, at a time. It multiplies the memory for
+            weights and activations. By default as many as fit into 256 MB of weights. If that is all of them, they
+            are drawn once, otherwise anew for each batch.
+        batch_size: Into what batches tensors are cut.
+        likelihood: `"categorical"`: outputs are logits (n, K). `"bernoulli"`: logits (n,) or (n, 1) of class 1 of
+            two. `"gaussian"`: outputs (n,) or (n, D) are means of real targets.
+        noise_std: Standard deviation of the targets around the true output, for `"gaussian"`.
+        forward: `forward(model, inputs)` runs the model where calling it is not enough. Outputs that are not
+            tensors must have `.logits` or `["logits"]`.
+        vectorise: True: vmap, or an error. False: a loop. None: vmap on an accelerator, unless it fails or differs
+            from the loop; a loop on the CPU, where vmap pays for tiny models only.
+        progress: Show a progress bar (if `rich` is installed). None: where stderr is a terminal, after two seconds.
+
+    Returns:
+        `Predictions`, or `GaussianPredictions` for `likelihood="gaussian"`.
+
+    >>> from bsam.posterior import PointMass
+    >>> model = nn.Linear(4, 3)
+    >>> predict(model, PointMass.from_model(model), torch.randn(5, 4))
+    Predictions(5 examples, 3 classes, no labels, num_samples=32, seed=0, computed_by='mean')
+    """
+    _check_integer("num_samples", num_samples, 0, "Write 0 to predict with the mean.")
+    _check_integer("batch_size", batch_size, 1)
+    if chunk is not None:
+        _check_integer("chunk", chunk, 1, "Write None to choose by memory.")
+    _check_integer("seed", seed, -(2**63))
+    start = average_for(likelihood, noise_std)
+    batches = _batches(data, batch_size)
+    posterior.check_fits(model)
+    device = next((t.device for t in chain(model.parameters(), model.buffers())), torch.device("cpu"))
+
+    columns: list[dict[str, Tensor | None]] = []
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),  # a DataLoader draws its workers' seed from the global generator
+        preserved(model),
+        _evaluating(model),
+        _progress(batches, progress) as advance,
+    ):
+        posterior.write_mean(model)
+        passes = Passes(
+            model,
+            posterior.to(device),
+            forward=forward,
+            num_samples=num_samples,
+            seed=seed,
+            chunk=chunk,
+            vectorise=vectorise,
+            device=device,
+        )
+        labelled: bool | None = None
+        for i, batch in enumerate(batches):
+            inputs, labels = _inputs_and_labels(batch)
+            if labelled is not None and labelled != (labels is not None):
+                raise ValueError(f"batch {i} has {'no ' if labelled else ''}labels, unlike those before: all or none.")
+            labelled = labels is not None
+            columns.append(passes.average(_moved(inputs, device), functools.partial(start, labels)))
+            advance()
+    if not columns:
+        raise ValueError("data has no batches: there is nothing to predict. Was it a generator that was read before?")
+
+    rows: dict[str, Any] = {}
+    for name in columns[0]:
+        parts = [part for batch in columns if (part := batch[name]) is not None]
+        rows[name] = torch.cat(parts) if parts else None
+    if noise_std is not None:
+        rows["noise_std"] = float(noise_std)
+    result = GaussianPredictions if likelihood == "gaussian" else Predictions
+    return result(**rows, num_samples=num_samples, seed=seed, computed_by=passes.computed_by)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for the time of the block; afterwards each layer has its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextlib.contextmanager
+def _progress(batches: Iterable[Any], show: bool | None) -> Iterator[Callable[[], None]]:
+    """A progress bar on stderr; yields the function to call after each batch."""
+    wanted = sys.stderr.isatty() if show is None else show
+    if not wanted or importlib.util.find_spec("rich") is None:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar = Progress(console=Console(stderr=True), transient=True)
+    task = bar.add_task("predicting", total=_length(batches))
+    begin = time.monotonic()
+
+    def advance() -> None:
+        if not bar.live.is_started and (show or time.monotonic() - begin > 2):
+            bar.start()
+        bar.advance(task)
+
+    try:
+        yield advance
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+def _length(batches: Iterable[Any]) -> int | None:
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:  # a generator, or the loader of an iterable data set
+        return None
+
+
+def _check_integer(name: str, value: Any, least: int, hint: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+        raise ValueError(f"{name}={value!r} must be an integer >= {least}. {hint}".rstrip())
+
+
+def _batches(data: Any, batch_size: int) -> Iterable[Any]:
+    """The batches of `data`; only tensors are cut here."""
+    tensors = data if isinstance(data, tuple) else (data,)
+    if any(isinstance(part, Tensor) and len(part) == 0 for part in tensors):
+        raise ValueError("data is empty: there is nothing to predict.")
+    if isinstance(data, Tensor):
+        return torch.split(data, batch_size)
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
+        inputs, labels = data
+        if len(inputs) != len(labels):
+            raise ValueError(f"data has {len(inputs)} inputs and {len(labels)} labels: one label an input is needed.")
+        return list(zip(torch.split(inputs, batch_size), torch.split(labels, batch_size), strict=True))
+    if isinstance(data, Mapping):
+        raise TypeError("data is a dictionary, which is one batch: write [data], or a DataLoader of such batches.")
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        raise TypeError(
+            "data is a Dataset of single examples: write torch.utils.data.DataLoader(data, batch_size=512)."
+        )
+    if not isinstance(data, Iterable):
+        raise TypeError(f"data is of type {type(data).__name__}: a tensor, (inputs, labels) or batches are needed.")
+    return data
+
+
+def _inputs_and_labels(batch: Any) -> tuple[Any, Any]:
+    """The two parts of a batch; labels are None where there are none."""
+    if isinstance(batch, Mapping):
+        inputs = dict(batch)
+        key = "labels" if "labels" in inputs else "label"
+        return inputs, inputs.pop(key, None)
+    if isinstance(batch, list | tuple):
+        if len(batch) not in (1, 2):
+            raise ValueError(
+                f"a batch has {len(batch)} parts: (inputs, labels) or (inputs,) are understood. Several inputs go "
+                "into a tuple or dictionary of their own: ((a, b), labels)."
+            )
+        return batch[0], batch[1] if len(batch) == 2 else None
+    return batch, None
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _moved(value, device) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return tuple(_moved(value, device) for value in tree)
+    return tree.to(device) if hasattr(tree, "to") else tree
