@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: test lint types docs format clean
+.PHONY: demo test lint types docs format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bsam needs Python 3.11 or newer, this is " + sys.version)'
@@ -11,6 +11,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs,experiments,theory]'
 	touch $@
+
+demo: $(VENV)/.installed  ## train five methods on digits and write report/index.html
+	$(BIN)/bsam demo
 
 test: $(VENV)/.installed  ## run the tests, the code in README and docs, and the doctests
 	$(BIN)/python -m pytest

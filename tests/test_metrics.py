@@ -528,3 +528,8 @@ def test_reliability_diagram_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(ImportError, match=r'pip install "bsam\[experiments\]"'):
         M.reliability_diagram((GOOD, LABELS))
+
+
+def test_predictions_without_labels_are_refused():
+    with pytest.raises(ValueError, match="no labels"):
+        M.summary(SimpleNamespace(log_probs=torch.zeros(3, 2).log_softmax(1), labels=None))

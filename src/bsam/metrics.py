@@ -39,7 +39,7 @@ class _HasPredictions(Protocol):
     @property
     def log_probs(self) -> Tensor: ...
     @property
-    def labels(self) -> Tensor: ...
+    def labels(self) -> Tensor | None: ...
 
 
 _Predictions = _HasPredictions | tuple[Tensor, Tensor]
@@ -347,12 +347,13 @@ def reliability_diagram(predictions: _Predictions, *, num_bins: int = 20, ax: Ax
         hatch="//",
         label="gap to the mean confidence",
     )
-    ax.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1, label="perfect calibration")
+    ax.plot([0, 1], [0, 1], color=plt.rcParams["text.color"], linestyle="--", linewidth=1, label="perfect calibration")
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
     ax.legend(loc="upper left", title=f"ECE {_ece(table).item():.4f}", alignment="left", fontsize="small")
 
-    histogram = ax.inset_axes((0, 1.03, 1, 0.15), sharex=ax)
+    histogram = ax.inset_axes((0, 1.06, 1, 0.15), sharex=ax)
     histogram.bar(center, (count / count.sum()).tolist(), width, color="lightgray", edgecolor="white")
+    histogram.set(ylim=(0, 1), yticks=[1])
     histogram.set_ylabel("share", fontsize="small")
     histogram.tick_params(labelbottom=False, labelsize="small")
     histogram.spines[["top", "right"]].set_visible(False)
@@ -370,6 +371,8 @@ def _whole(predictions: _Predictions, num_bins: int) -> Metrics:
                 "predictions must have .log_probs and .labels, or be the tuple of the two, "
                 f"got {type(predictions).__name__}; write (log_probs, labels)"
             )
+    if labels is None:
+        raise ValueError("the predictions have no labels to be judged by; predict on (inputs, labels)")
     metrics = Metrics(num_bins)
     metrics.update(log_probs, labels)
     return metrics

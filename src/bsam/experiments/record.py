@@ -1,0 +1,54 @@
+"""Records: one JSON file that says what was run, on what, for how long, and what came out."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bsam
+
+__all__ = ["environment", "write_json"]
+
+
+def environment() -> dict[str, Any]:
+    """What a result depends on beside its settings: code, packages, device."""
+    return {
+        "bsam": bsam.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "packages": {name: found for name in ("torch", "numpy", "scikit-learn") if (found := _version(name))},
+        "device": f"CPU, {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+    }
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write a record; a file that is there is replaced in one go."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout this package runs from, with a + if files differ from it; None outside of one."""
+    folder = Path(__file__).parent
+    git = ["git", "-C", str(folder)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")

@@ -1,0 +1,1 @@
+"""Report pages: one self-contained HTML file, without network."""
