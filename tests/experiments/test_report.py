@@ -1,0 +1,89 @@
+"""The demo's page: complete, readable on a telephone, without network."""
+
+import html
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+import bsam
+from bsam.experiments.demo import Map
+from bsam.experiments.report.demo_page import write_demo_page
+from bsam.experiments.training import METHODS
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A page made of invented numbers; the demo's tests look at real ones."""
+    generator = torch.Generator().manual_seed(0)
+    log_probs = (3 * torch.randn(200, 10, generator=generator)).log_softmax(1)
+    labels = torch.distributions.Categorical(logits=log_probs).sample()
+    predictions = bsam.Predictions(log_probs, torch.zeros(200), labels, 4, 0, "loop")
+    seeds = [{"accuracy": 0.9 + k / 100, "nll": 0.3, "ece": 0.02, "auroc": 0.9} for k in range(2)]
+    record = {
+        "settings": {"seeds": 2, "num_samples": 4, "methods": {m: {"lr": 0.1, "rho": 0.05} for m in METHODS}},
+        "methods": {m: {"seeds": seeds, "seconds": 1.5} for m in METHODS},
+        "environment": {"bsam": "0", "commit": "abc", "device": "CPU", "packages": {"torch": "2"}},
+    }
+    xs, ys = torch.linspace(-3, 3, 20), torch.linspace(-2, 2, 15)
+    points = torch.randn(30, 2, generator=generator)
+    moons = Map(xs, ys, torch.rand(15, 20, generator=generator), points, (points[:, 0] > 0).float())
+    folder = tmp_path_factory.mktemp("report")
+    path = write_demo_page(
+        folder, record, dict.fromkeys(METHODS, predictions), dict.fromkeys(["sam-sgd", "bsam"], moons)
+    )
+    return path.read_text()
+
+
+def test_everything_is_there(page):
+    figures = re.findall(r"<figure>(.*?)</figure>", page, re.DOTALL)
+    assert len(figures) == len(METHODS) + 2
+    for figure in figures:
+        assert "<figcaption>" in figure
+        assert 'role="img" aria-label="' in figure
+    for name in METHODS.values():
+        assert f"<td>{name}</td>" in page
+    for axis in ("confidence", "accuracy", "first feature", "second feature", "probability of class 1"):
+        assert f">{axis}</text>" in page
+    assert "make demo" in page
+    assert "What to try next" in page
+    assert "91.00" not in page
+    assert "90.50 <small>(0.71)</small>" in page
+
+
+def test_it_needs_no_network(page):
+    references = re.findall(r'(?:src|href)="([^"]*)"', page)
+    assert all(r.startswith(("#", "data:")) for r in references), references
+    assert not re.search(r"@import|url\((?!#)", page)
+    assert "<script" not in page
+
+
+def test_it_has_a_dark_mode_that_figures_follow(page):
+    assert "prefers-color-scheme: dark" in page
+    assert "currentColor" in page
+    assert "#123456" not in page
+
+
+def test_ids_are_unique(page):
+    ids = re.findall(r'\bid="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+@pytest.mark.parametrize("width", [400, 1200])
+def test_nothing_is_wider_than_the_window(page, width, tmp_path):
+    frame = f'<iframe id="f" style="width:{width}px;height:800px" srcdoc="{html.escape(page)}"></iframe>'
+    script = """<script>document.getElementById("f").onload = () => {
+        const root = document.getElementById("f").contentDocument.documentElement;
+        document.title = "widths " + root.scrollWidth + " " + root.clientWidth;
+    }</script>"""
+    (tmp_path / "frame.html").write_text(f"<!doctype html><title>-</title>{frame}{script}")
+    options = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
+    command = ["chromium", *options.split(), "--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--virtual-time-budget=5000", "--dump-dom", (tmp_path / "frame.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    content, window = map(int, re.search(r"<title>widths (\d+) (\d+)</title>", done.stdout).groups())
+    assert width - 20 <= window <= width
+    assert content <= window
