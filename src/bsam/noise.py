@@ -44,11 +44,12 @@ def standard_normal(
         device: Device of the result.
         dtype: Floating point type of the result.
 
-    >>> a = standard_normal(0, 7, 0, 3, (2, 2))
-    >>> torch.equal(a, standard_normal(0, 7, 0, 3, (2, 2)))
-    True
-    >>> torch.equal(a, standard_normal(0, 8, 0, 3, (2, 2)))
-    False
+    Examples:
+        >>> a = standard_normal(0, 7, 0, 3, (2, 2))
+        >>> torch.equal(a, standard_normal(0, 7, 0, 3, (2, 2)))
+        True
+        >>> torch.equal(a, standard_normal(0, 8, 0, 3, (2, 2)))
+        False
     """
     device = torch.device(device)
     if device.type == "cuda":

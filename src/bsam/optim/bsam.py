@@ -114,7 +114,7 @@ class BSAM(ProbingOptimizer):
             N is num_data * augmentation_factor.
         splits: Into how many parts each minibatch is cut, each with a noise and a perturbation of its own
             (m-sharpness; the paper uses 8). Not gradient accumulation: it changes the method.
-        curvature: `"mean_abs"` or `"abs_mean"`, see above.
+        curvature: `"mean_abs"`, the mean of |g_k| over the splits, or `"abs_mean"`, |mean of g_k|.
         sample_noise: False leaves out line 3, the paper's "bSAM w/o noise".
         nonfinite: `"raise"` stops at a loss or gradient that is not finite, `"skip"` leaves the step out and counts
             it in `skipped_steps`.
@@ -125,12 +125,13 @@ class BSAM(ProbingOptimizer):
         process_group: Ranks as further splits, see the page on distributed training.
         seed: Seed of the noise.
 
-    >>> model = nn.Linear(3, 2)
-    >>> optimizer = BSAM(model.parameters(), lr=0.1, num_data=50)
-    >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
-    >>> loss = optimizer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
-    >>> with optimizer.sampled():
-    ...     prediction = model(x)
+    Examples:
+        >>> model = nn.Linear(3, 2)
+        >>> optimizer = BSAM(model.parameters(), lr=0.1, num_data=50)
+        >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
+        >>> loss = optimizer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+        >>> with optimizer.sampled():
+        ...     prediction = model(x)
     """
 
     whole_options = (

@@ -67,10 +67,11 @@ class SAM(ProbingOptimizer):
         process_group: Ranks as further splits, see the page on distributed training.
         base_kwargs: Options of the base optimizer.
 
-    >>> model = nn.Linear(3, 2)
-    >>> optimizer = SAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9)
-    >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
-    >>> loss = optimizer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+    Examples:
+        >>> model = nn.Linear(3, 2)
+        >>> optimizer = SAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9)
+        >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
+        >>> loss = optimizer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
     """
 
     def __init__(

@@ -150,8 +150,9 @@ def clean_names(names: Iterable[str]) -> dict[str, str]:
 
     `torch.compile` adds `_orig_mod.` wherever it was applied, DistributedDataParallel `module.` in front of all.
 
-    >>> clean_names(["module._orig_mod.layer.weight", "module._orig_mod.layer.bias"]).values()
-    dict_values(['layer.weight', 'layer.bias'])
+    Examples:
+        >>> clean_names(["module._orig_mod.layer.weight", "module._orig_mod.layer.bias"]).values()
+        dict_values(['layer.weight', 'layer.bias'])
     """
     clean = {name: name.replace("_orig_mod.", "") for name in names}
     # Only a prefix of all names is a wrapper's; a layer may be called `module` too.

@@ -48,14 +48,15 @@ class DiagonalGaussian(Posterior):
         prior_precision: Precision of the prior N(0, 1 / prior_precision): a number for all, or one by name. Only
             `kl` needs it, and only of parameters that are sampled.
 
-    >>> model = nn.Linear(3, 2)
-    >>> mean = dict(model.named_parameters())
-    >>> posterior = DiagonalGaussian(mean, {name: torch.full_like(p, 0.1) for name, p in mean.items()})
-    >>> posterior
-    DiagonalGaussian(8 parameters in 2 tensors, 8 sampled, std 0.1 to 0.1)
-    >>> generator = torch.Generator().manual_seed(0)
-    >>> with posterior.sampled(model, generator):
-    ...     prediction = model(torch.ones(3))
+    Examples:
+        >>> model = nn.Linear(3, 2)
+        >>> mean = dict(model.named_parameters())
+        >>> posterior = DiagonalGaussian(mean, {name: torch.full_like(p, 0.1) for name, p in mean.items()})
+        >>> posterior
+        DiagonalGaussian(8 parameters in 2 tensors, 8 sampled, std 0.1 to 0.1)
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> with posterior.sampled(model, generator):
+        ...     prediction = model(torch.ones(3))
     """
 
     kind: ClassVar[str] = "diagonal_gaussian"

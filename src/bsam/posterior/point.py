@@ -34,9 +34,10 @@ class PointMass(Posterior):
         mean: The weights by name, as `model.named_parameters()` gives them. They are copied.
         buffers: The buffers that belong to them, as `model.named_buffers()` gives them.
 
-    >>> model = nn.Linear(3, 2)
-    >>> PointMass.from_model(model)
-    PointMass(8 parameters in 2 tensors)
+    Examples:
+        >>> model = nn.Linear(3, 2)
+        >>> PointMass.from_model(model)
+        PointMass(8 parameters in 2 tensors)
     """
 
     kind: ClassVar[str] = "point"
