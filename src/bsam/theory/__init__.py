@@ -1,0 +1,23 @@
+"""SAM as an optimal relaxation of Bayes, in numbers: conjugates, objectives and exact solvers for small problems.
+
+Möllenhoff and Khan (2023), "SAM as an Optimal Relaxation of Bayes", ICLR. Everything here is float64, meant for one
+to three dimensions, and independent of the rest of the package. Equations are cited by their numbers in the paper.
+
+| module | what one finds there |
+|---|---|
+| `gaussian` | Gaussians as exponential families: natural, expectation and mean-covariance parameters |
+| `losses` | what a loss is here, and the examples: quadratic, three minima, logistic regression |
+| `fenchel` | the expected loss f, its conjugate f* (the max-loss) and its biconjugate f** (Section 2.1, Theorem 1) |
+| `objectives` | E_SAM, E_Bayes, E_relaxed, the two ELBOs, and Theorem 2 in both directions |
+| `derivation` | the closed forms of the appendix that turn f** into Algorithm 1 |
+| `relaxed_bayes` | Bayes and relaxed Bayes solved exactly by the Bayesian learning rule with full covariance |
+"""
+
+try:
+    from bsam.theory import derivation, fenchel, gaussian, losses, objectives, relaxed_bayes
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.startswith("bsam"):
+        raise
+    raise ModuleNotFoundError(f"bsam.theory needs {error.name}: pip install 'bsam[theory]'", name=error.name) from error
+
+__all__ = ["derivation", "fenchel", "gaussian", "losses", "objectives", "relaxed_bayes"]

@@ -1,0 +1,249 @@
+r"""What a loss is in `bsam.theory`, and the example losses.
+
+A loss is a function of theta together with its gradient and Hessian, all of them vectorised over leading axes. In one
+dimension theta, gradient and Hessian are plain arrays of the same shape, so that `loss(grid)` can be plotted; in P > 1
+dimensions they have shapes (..., P), (..., P) and (..., P, P).
+
+Theorem 1 of the paper assumes that the loss is majorised by a quadratic. Nobody can find such a bound by looking at
+finitely many values, so a loss declares it (`Majorant`); every function that relies on it checks it wherever it
+evaluates the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from bsam.theory.gaussian import Array
+
+__all__ = ["Loss", "Majorant", "from_torch", "logistic_regression", "quadratic", "separable_data", "three_minima"]
+
+
+@dataclass(frozen=True)
+class Majorant:
+    """The bound loss(theta) <= c + <b, theta> + L norm(theta) + 1/2 <theta, A theta> for all theta.
+
+    This is the bound in the proof of Theorem 1 with one more term: L lets losses of linear growth say A = 0. A should
+    be the smallest that works, the curvature of the loss at infinity, because f*(lambda') is infinite where the
+    precision -2 lambda_2' does not exceed it; a larger A is safe but makes f** a looser lower bound.
+
+    Args:
+        constant: c.
+        linear: b, a number in one dimension and a vector in P.
+        slope: L >= 0.
+        curvature: A, a number in one dimension and a P x P matrix in P.
+
+    >>> Majorant(1.0, curvature=2.0)(np.array([0.0, 3.0]))
+    array([ 1., 10.])
+    """
+
+    constant: float
+    linear: Array | float = 0.0
+    slope: float = 0.0
+    curvature: Array | float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.slope < 0 or np.linalg.eigvalsh(np.atleast_2d(self.curvature))[0] < 0:
+            raise ValueError(
+                f"slope={self.slope} and curvature={self.curvature} must not be negative: the loss is bounded below, "
+                "so it does not fall at infinity."
+            )
+
+    def __call__(self, theta: Array) -> Array:
+        """The bound at theta."""
+        b, A = np.asarray(self.linear), np.asarray(self.curvature)
+        if A.ndim == 0:
+            return self.constant + b * theta + self.slope * np.abs(theta) + A * theta**2 / 2
+        norm = np.linalg.norm(theta, axis=-1)
+        return np.asarray(self.constant + theta @ b + self.slope * norm + ((theta @ A) * theta).sum(-1) / 2)
+
+    def radius(self, mean: Array, margin: Array | float, attained: Array | float) -> Array:
+        """The distance from `mean` beyond which loss(theta) - 1/2 <theta - mean, S (theta - mean)> < attained.
+
+        Args:
+            mean: m.
+            margin: kappa > 0, the smallest eigenvalue of S - A.
+            attained: A value of that function.
+        """
+        b, A, kappa = np.asarray(self.linear), np.asarray(self.curvature), np.asarray(margin)
+        slope = self.slope + (np.abs(b + A * mean) if A.ndim == 0 else np.linalg.norm(b + A @ mean))
+        gap = np.maximum(self(mean) - attained, 0)  # the larger root of gap + slope r - kappa r^2 / 2
+        return np.asarray((slope + np.sqrt(slope**2 + 2 * kappa * gap)) / kappa)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss with its derivatives.
+
+    Args:
+        value: theta -> loss(theta).
+        gradient: theta -> gradient.
+        hessian: theta -> Hessian.
+        dim: P.
+        majorant: A quadratic bound from above, or None where there is none; f* and f** need one.
+
+    >>> loss = Loss(np.cos, lambda t: -np.sin(t), lambda t: -np.cos(t), majorant=Majorant(1.0))
+    >>> loss(np.zeros(3))
+    array([1., 1., 1.])
+    """
+
+    value: Callable[[Array], Array]
+    gradient: Callable[[Array], Array]
+    hessian: Callable[[Array], Array]
+    dim: int = 1
+    majorant: Majorant | None = None
+
+    def __post_init__(self) -> None:
+        if self.majorant is not None and np.shape(self.majorant.curvature) != (
+            () if self.dim == 1 else (self.dim,) * 2
+        ):
+            raise ValueError(
+                f"majorant.curvature has shape {np.shape(self.majorant.curvature)}; for dim={self.dim} write "
+                + ("a number." if self.dim == 1 else f"a matrix, for instance numpy.zeros(({self.dim}, {self.dim})).")
+            )
+
+    def __call__(self, theta: ArrayLike) -> Array:
+        """loss(theta)."""
+        return self.value(np.asarray(theta, float))
+
+
+def from_torch(
+    function: Callable[[torch.Tensor], torch.Tensor], *, dim: int = 1, majorant: Majorant | None = None
+) -> Loss:
+    """The loss whose derivatives torch.func finds.
+
+    Args:
+        function: theta -> number, written with torch for one theta: a number if dim is 1, else a vector.
+        dim: P.
+        majorant: See `Loss`.
+
+    >>> loss = from_torch(lambda theta: theta**2 + torch.sin(theta), majorant=Majorant(1.0, curvature=2.0))
+    >>> loss.gradient(np.array([0.0]))
+    array([1.])
+    """
+
+    def vectorised(derivative: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Array], Array]:
+        batched = torch.func.vmap(derivative)
+
+        def apply(theta: Array) -> Array:
+            theta = np.asarray(theta, float)
+            batch = theta.shape if dim == 1 else theta.shape[:-1]
+            flat = torch.from_numpy(theta.reshape(-1) if dim == 1 else theta.reshape(-1, dim))
+            result: Array = batched(flat).numpy()
+            return result.reshape(batch + result.shape[1:])
+
+        return apply
+
+    gradient = torch.func.grad(function)
+    hessian = torch.func.jacrev(gradient)
+    return Loss(vectorised(function), vectorised(gradient), vectorised(hessian), dim, majorant)
+
+
+def quadratic(center: ArrayLike, hessian: ArrayLike, constant: float = 0.0) -> Loss:
+    """constant + 1/2 <theta - center, H (theta - center)>: -loss is linear in T(theta), so f** = f.
+
+    Args:
+        center: Its minimum: a number, or a vector of length P.
+        hessian: H, positive semi-definite: a number, or a P x P matrix.
+        constant: Its value there.
+    """
+    center, H = np.asarray(center, float), np.asarray(hessian, float)
+    if H.ndim == 0:
+        majorant = Majorant(constant + float(H * center**2) / 2, -H * center, curvature=H)
+        return Loss(
+            lambda theta: constant + H * (theta - center) ** 2 / 2,
+            lambda theta: H * (theta - center),
+            lambda theta: np.broadcast_to(H, theta.shape),
+            majorant=majorant,
+        )
+    dim = len(H)
+    return Loss(
+        lambda theta: constant + np.einsum("...i,ij,...j", theta - center, H, theta - center) / 2,
+        lambda theta: (theta - center) @ H,
+        lambda theta: np.broadcast_to(H, (*theta.shape, dim)),
+        dim,
+        Majorant(constant + float(center @ H @ center) / 2, -H @ center, curvature=H),
+    )
+
+
+def three_minima() -> Loss:
+    """A 1-D loss with a sharp minimum A, a flat minimum B and a sharp minimum C, for Figures 1(b) and 2.
+
+    The paper does not print its loss. This one is a bowl with three Gaussian wells in it; the sharp A is the global
+    minimum, C is slightly lower than B, and both vanish from expected loss and relaxation when the variance grows.
+    """
+    bowl, floor = 0.12, 3.0
+    centers, widths, depths = np.array([-4.0, 0.0, 3.6]), np.array([0.35, 1.5, 0.3]), np.array([3.4, 2.2, 2.9])
+
+    def wells(theta: Array) -> tuple[Array, Array]:
+        z = (theta[..., None] - centers) / widths
+        return z, depths * np.exp(-(z**2) / 2)
+
+    def value(theta: Array) -> Array:
+        _, well = wells(theta)
+        return np.asarray(floor + bowl * theta**2 / 2 - well.sum(-1))
+
+    def gradient(theta: Array) -> Array:
+        z, well = wells(theta)
+        return np.asarray(bowl * theta + (z / widths * well).sum(-1))
+
+    def hessian(theta: Array) -> Array:
+        z, well = wells(theta)
+        return np.asarray(bowl + ((1 - z**2) / widths**2 * well).sum(-1))
+
+    return Loss(value, gradient, hessian, majorant=Majorant(floor, curvature=bowl))
+
+
+def logistic_regression(features: ArrayLike, labels: ArrayLike) -> Loss:
+    """Sum over i of log(1 + exp(-y_i <x_i, theta>)), without intercept.
+
+    Args:
+        features: x, of shape (N, P) with P > 1.
+        labels: y, of length N, each -1 or +1.
+    """
+    x, y = np.asarray(features, float), np.asarray(labels, float)
+    if x.ndim != 2 or x.shape[1] < 2 or y.shape != x.shape[:1] or not np.isin(y, (-1, 1)).all():
+        raise ValueError(
+            f"features of shape {x.shape} and labels of shape {y.shape} must be (N, P) with P > 1 and (N,), "
+            "and the labels -1 or +1."
+        )
+    yx = y[:, None] * x
+
+    def value(theta: Array) -> Array:
+        return np.asarray(np.logaddexp(0, -theta @ yx.T).sum(-1))
+
+    def gradient(theta: Array) -> Array:
+        return np.asarray(-_sigmoid(-theta @ yx.T) @ yx)
+
+    def hessian(theta: Array) -> Array:
+        p = _sigmoid(theta @ yx.T)
+        return np.asarray(
+            ((p * (1 - p)) @ (x[:, :, None] * x[:, None, :]).reshape(len(x), -1)).reshape(*theta.shape, -1)
+        )
+
+    # log(1 + e^-z) <= log 2 + max(0, -z) = log 2 + (|z| - z) / 2
+    slope = float(np.linalg.norm(x, axis=1).sum()) / 2
+    bound = Majorant(len(x) * math.log(2), -yx.sum(0) / 2, slope, np.zeros((x.shape[1],) * 2))
+    return Loss(value, gradient, hessian, x.shape[1], bound)
+
+
+def separable_data(num_data: int = 60, seed: int = 0) -> tuple[Array, Array]:
+    """Features and labels for 2-D logistic regression, separable by a line through zero.
+
+    In the manner of Murphy (2012), Chapter 8.4, which the paper takes its data from (it prints neither the numbers nor
+    the generator): half the points from a Gaussian around (1, 2.5), the other half around (-2.5, -0.5) and wider.
+    """
+    generator = np.random.default_rng(seed)
+    half = num_data // 2
+    positive = np.array([1.0, 2.5]) + 0.5 * generator.standard_normal((half, 2))
+    negative = np.array([-2.5, -0.5]) + 0.8 * generator.standard_normal((num_data - half, 2))
+    return np.concatenate([positive, negative]), np.repeat([1.0, -1.0], [half, num_data - half])
+
+
+def _sigmoid(z: Array) -> Array:
+    return np.exp(-np.logaddexp(0, -z))
