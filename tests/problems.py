@@ -100,3 +100,13 @@ def conv_net() -> Problem:
 
 
 PROBLEMS = {"quadratic": quadratic, "logistic": logistic, "conv_net": conv_net}
+
+
+def holding(params: object) -> nn.Module:
+    """A module with the parameters that an optimizer is given: tensors, (name, tensor) pairs or groups of them."""
+    module = nn.Module()
+    for group in params if isinstance(params, list) else []:
+        for item in group["params"] if isinstance(group, dict) else [group]:
+            # Not by register_parameter, which refuses tensors that are no nn.Parameter.
+            module._parameters[str(len(module._parameters))] = item[1] if isinstance(item, tuple) else item
+    return module

@@ -11,6 +11,7 @@ there in place of PyTorch's, before the file is imported.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 from torch.testing._internal import common_optimizers as suite
 
 import bsam
+from tests.problems import holding
 
 
 class FromGradients:
@@ -27,7 +29,7 @@ class FromGradients:
         parameters = [p for group in self.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters]
 
-        def replay() -> float:
+        def replay(*_: Any) -> float:
             for p, gradient in zip(parameters, gradients, strict=True):
                 p.grad = None if gradient is None else gradient.clone()
             return 0.0
@@ -57,6 +59,26 @@ class SAMAdam(FromGradients, bsam.SAM):
         self, params: Any, lr: Any = 1e-3, rho: float = 0.05, tolerance_grad: Any = None, **options: Any
     ) -> None:
         super().__init__(params, torch.optim.Adam, rho=rho, lr=lr, **options)
+
+
+class VOGN(FromGradients, bsam.VOGN):
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 0.01,
+        num_data: int = 1000,
+        damping: float = 1.0,
+        tolerance_grad: Any = None,
+        **options: Any,
+    ) -> None:
+        params = list(params) if isinstance(params, Iterator) else params
+        options |= {"num_data": num_data, "damping": damping}
+        # In a loop: the tests do not look the parameters up in the module.
+        super().__init__(params, lr, module=holding(params), vectorise=False, **options)
+
+    def step(self, closure: Any = None, *batch: Any) -> Any:
+        """With one example, that nobody looks at."""
+        return super().step(None if closure is None else lambda _: closure(), torch.zeros(1))
 
 
 def inputs(*kwargs: dict[str, Any]) -> Any:
@@ -94,6 +116,17 @@ INFOS = [
     info(
         BSAM,
         [{}, {"lr": 0.01}, {"lr": torch.tensor(0.01)}, {"rho": 0.1}, {"betas": (0.5, 0.9)}, {"damping": 1.0}],
+        [({"lr": -1.0}, "lr=-1.0"), ({"betas": (1.0, 0.9)}, "betas"), ({"num_data": 0}, "num_data=0")],
+    ),
+    info(
+        VOGN,
+        [
+            {},
+            {"lr": 0.001},
+            {"lr": torch.tensor(0.01)},
+            {"betas": (0.5, 0.9)},
+            {"damping": 1.0},
+        ],
         [({"lr": -1.0}, "lr=-1.0"), ({"betas": (1.0, 0.9)}, "betas"), ({"num_data": 0}, "num_data=0")],
     ),
     info(

@@ -112,3 +112,47 @@ def sam_sgd(gradient: Gradient, omega: np.ndarray, minibatches, *, alpha, beta1,
         g_m = beta1 * g_m + g_eps + delta * omega
         omega = omega - alpha * g_m
         yield omega.copy(), loss
+
+
+def vogn(
+    gradient: Gradient,
+    mu: np.ndarray,
+    minibatches: Iterable[np.ndarray],
+    noise: Callable[[int, int], np.ndarray],
+    *,
+    alpha,
+    beta1,
+    beta2,
+    delta,
+    gamma,
+    N: float,
+    m: int = 1,
+    latest: bool = False,
+    sampled=1.0,
+):
+    """Osawa et al. (2019), Algorithm 1, one weight sample for each of m parts, one example after another. Yields
+    (mu, s, momentum, loss) after each step. The first step is not sampled, and its squares are the first s."""
+    mu = mu.copy()
+    momentum, s = np.zeros_like(mu), None
+    for t, minibatch in enumerate(minibatches):
+        gradients, losses = [], []
+        for k, part in enumerate(parts_of(minibatch, m)):
+            w = mu.copy()
+            if s is not None:
+                sigma = np.sqrt(1.0 / (N * (s + delta + gamma)))
+                w = w + sampled * sigma * noise(t, k)
+            for example in part:
+                loss_i, g_i = gradient(w, np.array([example]))
+                gradients.append(g_i)
+                losses.append(loss_i)
+        g_hat = sum(gradients) / len(minibatch)
+        h_hat = sum(g_i**2 for g_i in gradients) / len(minibatch)
+        momentum = beta1 * momentum + g_hat + delta * mu
+        if s is None:
+            s = h_hat
+        elif latest:
+            s = (1 - beta2) * s + beta2 * h_hat
+        else:
+            s = beta2 * s + (1 - beta2) * h_hat
+        mu = mu - alpha * momentum / (s + delta + gamma)
+        yield mu.copy(), s.copy(), momentum.copy(), sum(losses) / len(minibatch)

@@ -18,10 +18,10 @@ STEPS = 6
 class Net(nn.Module):
     """Has BatchNorm, and a parameter that only the second rank's examples reach."""
 
-    def __init__(self):
+    def __init__(self, norm=nn.BatchNorm1d):
         super().__init__()
         self.linear = nn.Linear(3, 4, bias=False)  # before BatchNorm a bias has no gradient but rounding
-        self.norm = nn.BatchNorm1d(4)
+        self.norm = norm(4)
         self.head = nn.Linear(4, 2)
         self.rare = nn.Parameter(torch.ones(2))
 
@@ -36,7 +36,15 @@ def data(step):
     return x, torch.randint(2, (24,), generator=generator)
 
 
+def network(kind):
+    return Net(nn.LayerNorm if kind == "VOGN" else nn.BatchNorm1d).double()  # VOGN refuses what mixes examples
+
+
 def make(kind, model, **options):
+    if kind == "VOGN":
+        options.pop("batch_norm", None)
+        # In a loop: which parameters are used depends on the examples.
+        return bsam.VOGN(model.parameters(), 0.02, module=model, num_data=24, damping=0.1, vectorise=False, **options)
     if kind == "BSAM":
         return bsam.BSAM(model.parameters(), num_data=24, lr=0.2, module=model, **options)
     base = {"SAM-SGD": torch.optim.SGD, "SAM-Adam": torch.optim.Adam}[kind]
@@ -69,7 +77,7 @@ def run_rank(rank, kind, policy, folder, sizes):
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     torch.manual_seed(rank)  # different starts: rank 0's weights are broadcast before the first step
-    model = Net().double()
+    model = network(kind)
     optimizer = make(kind, model, splits=2, batch_norm=policy, process_group=dist.group.WORLD)
     start = sum(sizes[:rank])
     losses = train(kind, model, optimizer, slice(start, start + sizes[rank]))
@@ -77,11 +85,11 @@ def run_rank(rank, kind, policy, folder, sizes):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["BSAM", "SAM-SGD", "SAM-Adam"])
+@pytest.mark.parametrize("kind", ["BSAM", "SAM-SGD", "SAM-Adam", "VOGN"])
 def test_two_ranks_of_two_splits_are_one_rank_of_four(kind, tmp_path):
     mp.spawn(run_rank, (kind, "first_split", str(tmp_path), (12, 12)), nprocs=2)
     torch.manual_seed(0)
-    model = Net().double()
+    model = network(kind)
     optimizer = make(kind, model, splits=4)
     expected = result(model, optimizer, train(kind, model, optimizer))
     for rank in range(2):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bsam import metrics
+from bsam.batch_norm import recalibrate_batch_norm
 from bsam.posterior import DiagonalGaussian, PointMass
 from bsam.prediction import GaussianPredictions, Predictions, passes, predict
 
@@ -394,6 +395,38 @@ def test_wrapped_model(wrap):
         assert_close(expected, predict(wrap(model), q, x, num_samples=4, vectorise=vectorise))
     assert_close(expected, predict(model, gaussian(wrap(model)), x, num_samples=4))
     assert_unchanged(before, model)
+
+
+@pytest.mark.parametrize("vectorise", [True, False])
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_recalibrated_statistics_are_those_of_each_sample(vectorise, chunk):
+    model, x, train = seeded(ConvNet), images(9), images(40)
+    q = gaussian(model, 0.1)
+    before = state_of(model)
+    loader = DataLoader(TensorDataset(train, classes(40)), batch_size=16)
+    result = predict(model, q, x, num_samples=5, recalibrate=loader, vectorise=vectorise, chunk=chunk)
+    assert_unchanged(before, model)
+    generator = torch.Generator().manual_seed(0)
+    outputs = []
+    for _ in range(5):
+        with q.sampled(model, generator), torch.no_grad():
+            recalibrate_batch_norm(model, loader)
+            outputs.append(model.eval()(x))
+            model.train()
+    torch.testing.assert_close(result.log_probs, torch.stack(outputs).softmax(-1).mean(0).log(), rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(result.log_probs, predict(model, q, x, num_samples=5).log_probs, atol=1e-3)
+
+
+def test_recalibration_at_the_mean_and_without_batch_norm():
+    model, x, train = seeded(ConvNet), images(9), images(40)
+    result = predict(model, gaussian(model), x, num_samples=0, recalibrate=train)
+    recalibrate_batch_norm(model, [train])
+    assert torch.equal(result.log_probs, model.eval()(x).log_softmax(-1))
+    plain = seeded(mlp)
+    q = gaussian(plain)
+    assert_close(predict(plain, q, vectors(5), recalibrate=vectors(8)), predict(plain, q, vectors(5)))
+    with pytest.raises(TypeError, match="recalibrate is a generator"):
+        predict(model, gaussian(model), x, recalibrate=(t for t in [train]))
 
 
 # ---------------------------------------------------------------- data

@@ -2,21 +2,26 @@
 
 from bsam import metrics
 from bsam.batch_norm import recalibrate_batch_norm
-from bsam.optim import BSAM, SAM
-from bsam.posterior import DiagonalGaussian, PointMass, Posterior, load_posterior
-from bsam.prediction import GaussianPredictions, Predictions, predict
+from bsam.optim import BSAM, SAM, SWAG, VOGN
+from bsam.posterior import DiagonalGaussian, LowRankGaussian, PointMass, Posterior, laplace, load_posterior
+from bsam.prediction import GaussianPredictions, Predictions, predict, predict_linearised
 
 __all__ = [
     "BSAM",
     "SAM",
+    "SWAG",
+    "VOGN",
     "DiagonalGaussian",
     "GaussianPredictions",
+    "LowRankGaussian",
     "PointMass",
     "Posterior",
     "Predictions",
+    "laplace",
     "load_posterior",
     "metrics",
     "predict",
+    "predict_linearised",
     "recalibrate_batch_norm",
 ]
 

@@ -1,5 +1,6 @@
 """The demo's page: complete, readable on a telephone, without network."""
 
+import dataclasses
 import html
 import re
 import shutil
@@ -10,8 +11,9 @@ import torch
 
 import bsam
 from bsam.experiments.demo import Map
+from bsam.experiments.methods import METHODS
+from bsam.experiments.paper.presets import preset
 from bsam.experiments.report.demo_page import write_demo_page
-from bsam.experiments.training import METHODS
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +24,10 @@ def page(tmp_path_factory):
     labels = torch.distributions.Categorical(logits=log_probs).sample()
     predictions = bsam.Predictions(log_probs, torch.zeros(200), labels, 4, 0, "loop")
     seeds = [{"accuracy": 0.9 + k / 100, "nll": 0.3, "ece": 0.02, "auroc": 0.9} for k in range(2)]
+    configs = {m: dataclasses.asdict(preset(f"digits/{m}")) for m in METHODS}
     record = {
-        "settings": {"seeds": 2, "num_samples": 4, "methods": {m: {"lr": 0.1, "rho": 0.05} for m in METHODS}},
-        "methods": {m: {"seeds": seeds, "seconds": 1.5} for m in METHODS},
+        "seeds": 2,
+        "methods": {m: {"config": configs[m], "runs": seeds, "seconds": 1.5} for m in METHODS},
         "environment": {"bsam": "0", "commit": "abc", "device": "CPU", "packages": {"torch": "2"}},
     }
     xs, ys = torch.linspace(-3, 3, 20), torch.linspace(-2, 2, 15)

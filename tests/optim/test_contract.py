@@ -13,6 +13,7 @@ import sys
 import textwrap
 import warnings
 from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,6 +21,17 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import bsam
+from tests.problems import holding
+
+
+def vogn(params, lr=0.02, module=None, **options):
+    """VOGN knows its model. Where a test has only parameters, one that holds them, and their gradients in a loop."""
+    if module is None:
+        params = list(params) if isinstance(params, Iterator) else params
+        module = holding(params)
+        options["vectorise"] = False
+    return bsam.VOGN(params, lr, module=module, num_data=100, prior_precision=1.0, damping=0.1, **options)
+
 
 OPTIMIZERS = {
     "BSAM": lambda params, lr=0.3, **options: bsam.BSAM(params, lr, num_data=100, prior_precision=1.0, **options),
@@ -27,7 +39,9 @@ OPTIMIZERS = {
         params, torch.optim.SGD, rho=0.05, lr=lr, momentum=0.9, **options
     ),
     "SAM-Adam": lambda params, lr=0.01, **options: bsam.SAM(params, torch.optim.Adam, rho=0.05, lr=lr, **options),
+    "VOGN": vogn,
 }
+PASSES = dict.fromkeys(OPTIMIZERS, 2) | {"VOGN": 1}
 pytestmark = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
@@ -35,9 +49,17 @@ def make(name, params, **options):
     return OPTIMIZERS[name](params, **options)
 
 
-def network(dtype=torch.float32):
+def take_step(optimizer, closure):
+    """A step without a batch. VOGN needs examples: it gets one that the closure does not look at."""
+    if isinstance(optimizer, bsam.VOGN) and closure is not None:
+        return optimizer.step(lambda _: closure(), torch.zeros(1))
+    return optimizer.step(closure)
+
+
+def network(name, dtype=torch.float32):
     torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+    norm = nn.LayerNorm(6) if name == "VOGN" else nn.BatchNorm1d(6)  # VOGN refuses layers that mix examples
+    return nn.Sequential(nn.Linear(4, 6), norm, nn.Tanh(), nn.Linear(6, 3)).to(dtype)
 
 
 def batch(size=12, dtype=torch.float32, seed=0):
@@ -90,7 +112,7 @@ def test_every_exported_optimizer_is_here(name):
 
 
 def test_it_trains(name):
-    model = network()
+    model = network(name)
     optimizer = make(name, model.parameters(), splits=2, module=model)
     x, _ = batch(48)
     y = x[:, :3].argmax(1)
@@ -104,9 +126,10 @@ def test_it_trains(name):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("call", [1, 2, 3, 6])
+@pytest.mark.parametrize("call", [1, 2, 3, -1])
 def test_an_exception_in_the_closure_changes_nothing(name, error, call):
-    model, twin = network(), network()
+    call %= 3 * PASSES[name] + 1
+    model, twin = network(name), network(name)
     optimizer, other = (make(name, m.parameters(), splits=3, module=m) for m in (model, twin))
     x, y = batch()
     for m, o in ((model, optimizer), (twin, other)):
@@ -140,7 +163,7 @@ def test_a_failing_first_step_leaves_no_state(name):
         raise ValueError("stop")
 
     with pytest.raises(ValueError, match="stop"):
-        optimizer.step(failing)
+        take_step(optimizer, failing)
     assert len(optimizer.state) == 0
     assert w.grad is None
 
@@ -158,7 +181,7 @@ def test_closures_that_are_no_closures(name, closure, error, message):
     w = nn.Parameter(torch.ones(3))
     optimizer = make(name, [w])
     with pytest.raises(error, match=message):
-        optimizer.step(None if closure is None else lambda: closure(w))
+        take_step(optimizer, None if closure is None else lambda: closure(w))
     assert torch.equal(w, torch.ones(3))
     assert len(optimizer.state) == 0
 
@@ -187,9 +210,10 @@ def poisoned(model, where, value, calls):
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("call", [1, 2, 5, 6])
+@pytest.mark.parametrize("call", [1, 2, -2, -1])
 def test_nonfinite_numbers_are_refused(name, where, value, call):
-    model = network()
+    call %= 3 * PASSES[name] + 1
+    model = network(name)
     optimizer = make(name, model.parameters(), splits=3, module=model)
     x, y = batch()
     optimizer.step(cross_entropy(model), x, y)
@@ -200,9 +224,10 @@ def test_nonfinite_numbers_are_refused(name, where, value, call):
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-@pytest.mark.parametrize("call", [1, 2, 6])
+@pytest.mark.parametrize("call", [1, 2, -1])
 def test_nonfinite_steps_can_be_skipped(name, where, call):
-    model = network()
+    call %= 3 * PASSES[name] + 1
+    model = network(name)
     optimizer = make(name, model.parameters(), splits=3, module=model, nonfinite="skip")
     x, y = batch()
     optimizer.step(cross_entropy(model), x, y)
@@ -223,7 +248,7 @@ def test_nonfinite_steps_can_be_skipped(name, where, call):
 
 
 def test_skipping_changes_no_good_step(name):
-    models = [network(), network()]
+    models = [network(name), network(name)]
     for model, mode in zip(models, ["raise", "skip"], strict=True):
         optimizer = make(name, model.parameters(), module=model, nonfinite=mode)
         for seed in range(5):
@@ -232,10 +257,10 @@ def test_skipping_changes_no_good_step(name):
 
 
 def test_the_message_names_the_parameter(name):
-    model = network()
+    model = network(name)
     optimizer = make(name, model.named_parameters())
-    passes = iter([1.0, float("nan")])
-    hook = model[3].bias.register_hook(lambda g: g * next(passes))
+    passes = iter([1.0] * (PASSES[name] - 1) + [float("nan")])
+    hook = model[3].bias.register_hook(lambda g: g * next(passes, float("nan")))
     with pytest.raises(FloatingPointError, match=r"the gradient of 3\.bias is not finite"):
         optimizer.step(cross_entropy(model), *batch())
     hook.remove()
@@ -254,7 +279,7 @@ RESUME = """
 
     name, path, start, stop = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
-    model = network()
+    model = network(name)
     optimizer = make(name, model.parameters(), splits=2, module=model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     if start:
@@ -285,7 +310,7 @@ def test_ten_steps_and_ten_in_a_new_process_are_twenty(name, tmp_path):
 
 
 def trained(name, **options):
-    model = network()
+    model = network(name)
     optimizer = make(name, model.parameters(), **options)
     for seed in range(3):
         optimizer.step(cross_entropy(model), *batch(seed=seed))
@@ -322,7 +347,7 @@ def test_state_dict_neither_aliases_nor_is_changed_by_loading(name):
 
 def test_load_restores_state_and_options(name):
     _, optimizer = trained(name, splits=2)
-    other = make(name, network().parameters(), lr=0.5)
+    other = make(name, network(name).parameters(), lr=0.5)
     other.load_state_dict(optimizer.state_dict())
     assert_same(other.state_dict(), optimizer.state_dict())
     assert other.param_groups[0]["splits"] == 2
@@ -333,7 +358,7 @@ def test_older_state_dicts_load(name):
     model, optimizer = trained(name)
     state = optimizer.state_dict()
     for option in ("nonfinite", "max_grad_norm", "batch_norm", "perturb"):
-        del state["param_groups"][0][option]
+        state["param_groups"][0].pop(option, None)
     for each in state["state"].values():
         if "step" in each:
             each["step"] = each["step"].item()
@@ -365,7 +390,7 @@ def test_hooks_on_state_dict_and_load(name):
 
 
 def test_frozen_parameters_stay(name):
-    model = network()
+    model = network(name)
     model[0].weight.requires_grad_(False)
     before = model[0].weight.clone()
     seen = []
@@ -387,8 +412,8 @@ def test_unused_parameters_are_left_alone_with_one_warning_that_names_them(name)
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
     optimizer = make(name, [("used", used), ("unused", unused)], splits=1)
     with pytest.warns(UserWarning, match="no gradient reached unused"):
-        optimizer.step(lambda: (used**2).sum())
-    optimizer.step(lambda: (used**2).sum())  # no second warning: warnings are errors here
+        take_step(optimizer, lambda: (used**2).sum())
+    take_step(optimizer, lambda: (used**2).sum())  # no second warning: warnings are errors here
     assert torch.equal(unused, torch.ones(3))
     assert unused not in optimizer.state
     assert unused.grad is None
@@ -412,7 +437,7 @@ def test_a_loss_without_a_graph_moves_nothing_and_warns(name):
     optimizer = make(name, [w])
     w.grad = torch.zeros(2)
     with pytest.warns(UserWarning, match="no gradient reached"):
-        loss = optimizer.step(lambda: torch.tensor([3.0]))
+        loss = take_step(optimizer, lambda: torch.tensor([3.0]))
     assert loss == 3.0
     assert torch.equal(w, torch.ones(2))
 
@@ -420,7 +445,7 @@ def test_a_loss_without_a_graph_moves_nothing_and_warns(name):
 def test_parameters_that_all_are_frozen(name):
     w = torch.ones(2)
     optimizer = make(name, [w])
-    assert optimizer.step(lambda: torch.tensor([1.0])) == 1.0
+    assert take_step(optimizer, lambda: torch.tensor([1.0])) == 1.0
     assert torch.equal(w, torch.ones(2))
 
 
@@ -447,7 +472,7 @@ def test_other_types(name, dtype):
     w, v = nn.Parameter(torch.ones(8, dtype=dtype)), nn.Parameter(torch.ones(8))  # mixed types in one group
     optimizer = make(name, [w, v])
     for _ in range(3):
-        optimizer.step(lambda: (w.float() ** 2).sum() + (v**2).sum())
+        take_step(optimizer, lambda: (w.float() ** 2).sum() + (v**2).sum())
     assert w.dtype == dtype
     assert w.grad.dtype == dtype
     assert (w < 1).all()
@@ -457,13 +482,13 @@ def test_other_types(name, dtype):
 def test_new_groups_midway(name):
     a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = make(name, [a], splits=1)
-    optimizer.step(lambda: (a**2).sum() + (b**2).sum())
+    take_step(optimizer, lambda: (a**2).sum() + (b**2).sum())
     assert torch.equal(b, torch.ones(2))
     optimizer.add_param_group({"params": [b], "lr": 0.0})
-    optimizer.step(lambda: (a**2).sum() + (b**2).sum())
+    take_step(optimizer, lambda: (a**2).sum() + (b**2).sum())
     assert torch.equal(b, torch.ones(2))
     optimizer.param_groups[1]["lr"] = 0.1
-    optimizer.step(lambda: (a**2).sum() + (b**2).sum())
+    take_step(optimizer, lambda: (a**2).sum() + (b**2).sum())
     assert not torch.equal(b, torch.ones(2))
     other = make(name, [{"params": [a.clone().detach().requires_grad_()]}, {"params": [nn.Parameter(torch.ones(2))]}])
     other.load_state_dict(optimizer.state_dict())
@@ -489,7 +514,7 @@ def test_groups_are_checked_as_torch_does(name):
 
 def test_a_tensor_as_learning_rate(name):
     x, y = batch()
-    models = [network(), network()]
+    models = [network(name), network(name)]
     for model, lr in zip(models, [0.25, torch.tensor(0.25)], strict=True):
         optimizer = make(name, model.parameters(), lr=lr, **({"foreach": False} if "SAM-" in name else {}))
         for _ in range(3):
@@ -497,7 +522,7 @@ def test_a_tensor_as_learning_rate(name):
     for p, q in zip(*map(weights, models), strict=True):
         torch.testing.assert_close(p, q)
     with pytest.raises(ValueError, match="1-element"):
-        make(name, network().parameters(), lr=torch.tensor([0.1, 0.2]))
+        make(name, network(name).parameters(), lr=torch.tensor([0.1, 0.2]))
 
 
 def test_sparse_and_complex_are_refused(name):
@@ -509,7 +534,7 @@ def test_sparse_and_complex_are_refused(name):
     optimizer = make(name, table.parameters())
     before = weights(table)
     with pytest.raises(ValueError, match="sparse=True"):
-        optimizer.step(lambda: table(torch.tensor([1, 2])).sum())
+        take_step(optimizer, lambda: table(torch.tensor([1, 2])).sum())
     assert_same(weights(table), before)
 
 
@@ -522,7 +547,7 @@ def test_scalar_empty_and_noncontiguous_parameters(name):
     strides = [p.stride() for p in parameters]
     optimizer = make(name, parameters)
     for _ in range(2):
-        optimizer.step(lambda: sum((p**2).sum() for p in parameters))
+        take_step(optimizer, lambda: sum((p**2).sum() for p in parameters))
     assert [p.stride() for p in parameters] == strides
     assert scalar < 2
     assert (strided < 1).all()
@@ -533,8 +558,8 @@ def test_scalar_empty_and_noncontiguous_parameters(name):
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_the_closure_is_called_twice_a_split(name, splits):
-    model = network()
+def test_the_closure_is_called_twice_a_split_or_once_an_example(name, splits):
+    model = network(name)
     optimizer = make(name, model.parameters(), splits=splits)
     sizes = []
 
@@ -543,7 +568,10 @@ def test_the_closure_is_called_twice_a_split(name, splits):
         return cross_entropy(model)(x, y)
 
     optimizer.step(closure, *batch(8))
-    assert sizes == ([(8, 8)] * 2 if splits == 1 else [(3, 3)] * 4 + [(2, 2)] * 2)
+    if name == "VOGN":
+        assert sizes == [(1, 1)] * 8
+    else:
+        assert sizes == ([(8, 8)] * 2 if splits == 1 else [(3, 3)] * 4 + [(2, 2)] * 2)
 
 
 def test_returning_the_loss_and_calling_backward_are_the_same(name):
@@ -569,7 +597,7 @@ def test_returning_the_loss_and_calling_backward_are_the_same(name):
 
     results = []
     for style in (returns, calls_backward, returns_a_number):
-        model = network(torch.float64)
+        model = network(name, torch.float64)
         optimizer = make(name, model.parameters(), splits=2)
         losses = [optimizer.step(style(model, optimizer), *batch(dtype=torch.float64)).double() for _ in range(3)]
         results.append((torch.stack(losses), weights(model)))
@@ -579,15 +607,17 @@ def test_returning_the_loss_and_calling_backward_are_the_same(name):
 
 
 def test_a_closure_without_a_batch_is_the_whole_batch(name):
+    if name == "VOGN":
+        pytest.skip("refuses one: see test_vogn.py")
     x, y = batch()
-    models = [network(), network()]
+    models = [network(name), network(name)]
     make(name, models[0].parameters()).step(cross_entropy(models[0]), x, y)
     make(name, models[1].parameters()).step(lambda: cross_entropy(models[1])(x, y))
     assert_same(weights(models[0]), weights(models[1]))
 
 
 def test_the_loss_is_the_mean_at_the_first_points_detached(name):
-    model = network()
+    model = network(name)
     optimizer = make(name, model.parameters(), splits=3)
     losses = []
 
@@ -596,7 +626,7 @@ def test_the_loss_is_the_mean_at_the_first_points_detached(name):
         return losses[-1][0]
 
     loss = optimizer.step(closure, *batch(10))
-    expected = sum(value * size for value, size in losses[::2]) / 10
+    expected = sum(value * size for value, size in losses[:: PASSES[name]]) / 10
     torch.testing.assert_close(loss, expected.detach())
     assert not loss.requires_grad
     assert loss.shape == ()
@@ -615,7 +645,7 @@ Pair = namedtuple("Pair", "x y")
 )
 def test_nested_batches(name, wrap):
     x, y = batch(7)
-    models = [network(), network()]
+    models = [network(name), network(name)]
     make(name, models[0].parameters(), splits=3).step(cross_entropy(models[0]), x, y)
     kinds = []
 
@@ -631,7 +661,7 @@ def test_nested_batches(name, wrap):
 
 
 def test_fewer_examples_than_splits(name):
-    model = network()
+    model = network(name)
     optimizer = make(name, model.parameters(), splits=8)
     model.eval()
     with pytest.warns(UserWarning, match="a batch of 3 examples cannot be cut into 8 parts"):
@@ -642,8 +672,8 @@ def test_fewer_examples_than_splits(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "splits=4 needs a batch"),
-        (("label",), "splits=4 needs a batch"),
+        ((), "splits=4 needs a batch|needs the examples"),
+        (("label",), "splits=4 needs a batch|needs the examples"),
         ((torch.ones(3, 2), torch.ones(4)), "different lengths"),
         ((torch.ones(0, 2),), "batch is empty"),
     ],
@@ -657,7 +687,7 @@ def test_batches_that_cannot_be_split(name, arguments, message):
 
 
 def test_grad_mode_and_gradients_are_as_promised(name):
-    model = network()
+    model = network(name)
     optimizer = make(name, model.parameters(), splits=2)
     with torch.no_grad():  # the closure gets gradients all the same
         optimizer.step(lambda x, y: cross_entropy(model)(x, y) if torch.is_grad_enabled() else None, *batch())
@@ -671,7 +701,7 @@ def test_grad_mode_and_gradients_are_as_promised(name):
         assert not p.grad.requires_grad
 
 
-def test_grad_is_the_average_of_the_second_gradients(name):
+def test_grad_is_the_average_of_the_last_gradients(name):
     w = nn.Parameter(torch.ones(2, dtype=torch.float64))
     optimizer = make(name, [w], splits=2)
     seen = []
@@ -682,11 +712,12 @@ def test_grad_is_the_average_of_the_second_gradients(name):
         return loss
 
     optimizer.step(closure, torch.tensor([1.0, 2.0, 4.0]))  # parts [1, 2] and [4]
-    torch.testing.assert_close(w.grad, (2 * seen[1] + seen[3]) / 3)
+    expected = sum(seen) / 3 if name == "VOGN" else (2 * seen[1] + seen[3]) / 3
+    torch.testing.assert_close(w.grad, expected)
 
 
 def test_addresses_stay(name):
-    model = network()
+    model = network(name)
     optimizer = make(name, model.parameters(), module=model)
     addresses = [p.data_ptr() for p in model.parameters()] + [b.data_ptr() for b in model.buffers()]
     optimizer.step(cross_entropy(model), *batch())
@@ -701,7 +732,7 @@ def test_addresses_stay(name):
 def test_max_grad_norm(name):
     w = nn.Parameter(torch.ones(4))
     optimizer = make(name, [w], max_grad_norm=0.1)
-    optimizer.step(lambda: 100 * (w**2).sum())
+    take_step(optimizer, lambda: 100 * (w**2).sum())
     torch.testing.assert_close(w.grad.norm(), torch.tensor(0.1), rtol=1e-4, atol=0)
 
 
@@ -743,7 +774,7 @@ def test_bfloat16_autocast_inside_and_around_give_the_same_numbers(name, splits)
 
     results = []
     for way in (inside, around, plain):
-        model = network()
+        model = network(name)
         optimizer = make(name, model.parameters(), splits=splits)
         losses = [way(model, optimizer, *batch(seed=seed)) for seed in range(4)]
         results.append(([loss.float() for loss in losses], weights(model)))
@@ -754,7 +785,7 @@ def test_bfloat16_autocast_inside_and_around_give_the_same_numbers(name, splits)
 
 
 def test_grad_scaler_is_refused_with_advice(name):
-    model = network()
+    model = network(name)
     optimizer = make(name, model.parameters())
     scaler = torch.amp.GradScaler("cpu")
     x, y = batch()
@@ -793,7 +824,7 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_schedulers_attach_directly(name, scheduler):
-    model = network()
+    model = network(name)
     optimizer = make(name, model.parameters())
     schedule = SCHEDULERS[scheduler](optimizer)
     rates = []
@@ -805,12 +836,12 @@ def test_schedulers_attach_directly(name, scheduler):
     state = schedule.state_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch: SequentialLR steps its parts when it is made
-        fresh = SCHEDULERS[scheduler](make(name, network().parameters()))
+        fresh = SCHEDULERS[scheduler](make(name, network(name).parameters()))
     fresh.load_state_dict(state)
 
 
 def test_a_zero_learning_rate_moves_nothing(name):
-    model = network()
+    model = network(name)
     before = weights(model)
     optimizer = make(name, model.parameters(), lr=0.0)
     optimizer.step(cross_entropy(model), *batch())
@@ -828,25 +859,26 @@ def test_step_hooks_run_in_order(name):
         calls.append("closure")
         return (w**2).sum()
 
-    optimizer.step(closure)
-    assert calls == ["pre", "closure", "closure", "post"]
+    take_step(optimizer, closure)
+    assert calls == ["pre", *["closure"] * PASSES[name], "post"]
     handle.remove()
-    optimizer.step(closure)
-    assert calls[4:] == ["pre", "closure", "closure"]
+    calls.clear()
+    take_step(optimizer, closure)
+    assert calls == ["pre", *["closure"] * PASSES[name]]
 
 
 def test_named_parameters(name):
-    model = network()
+    model = network(name)
     optimizer = make(name, model.named_parameters())
     assert optimizer.param_groups[0]["param_names"] == [n for n, _ in model.named_parameters()]
     optimizer.step(cross_entropy(model), *batch())
-    unnamed = make(name, network().parameters())
+    unnamed = make(name, network(name).parameters())
     unnamed.load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_copies_go_on_alone(name, way):
-    model = network()
+    model = network(name)
     optimizer = make(name, model.parameters(), module=model, splits=2)
     optimizer.step(cross_entropy(model), *batch())
     pair = (model, optimizer)
@@ -873,18 +905,18 @@ def test_copies_go_on_alone(name, way):
 def test_repr_shows_the_options(name):
     text = repr(make(name, [nn.Parameter(torch.ones(1))], splits=3))
     assert "splits: 3" in text
-    assert "rho" in text
+    assert "lr: " in text
 
 
 def test_module_must_hold_the_parameters(name):
     with pytest.raises(ValueError, match="do not belong to module"):
-        make(name, network().parameters(), module=network())
+        make(name, network(name).parameters(), module=network(name))
 
 
 def test_repeated_runs_are_equal(name):
     results = []
     for _ in range(2):
-        model = network()
+        model = network(name)
         optimizer = make(name, model.parameters(), splits=2)
         for seed in range(4):
             optimizer.step(cross_entropy(model), *batch(seed=seed))
@@ -896,9 +928,11 @@ def test_repeated_runs_are_equal(name):
 
 
 def test_the_posterior_is_around_the_weights_and_predicts(name, tmp_path):
-    model = network()
+    model = network(name)
     model[3].bias.requires_grad_(False)
-    optimizer = make(name, model.parameters(), module=model, **({"betas": (0.9, 0.5)} if name == "BSAM" else {}))
+    optimizer = make(
+        name, model.parameters(), module=model, **({"betas": (0.9, 0.5)} if name in ("BSAM", "VOGN") else {})
+    )
     x, y = batch(24)
     for _ in range(5):
         optimizer.step(cross_entropy(model), x, y)
@@ -910,7 +944,7 @@ def test_the_posterior_is_around_the_weights_and_predicts(name, tmp_path):
     posterior.save(tmp_path / "posterior.safetensors")
     loaded = bsam.load_posterior(tmp_path / "posterior.safetensors")
     before = weights(model)
-    predictions = bsam.predict(network(), loaded, (x, y), num_samples=4)
+    predictions = bsam.predict(network(name), loaded, (x, y), num_samples=4)
     assert_same(bsam.predict(model, posterior, (x, y), num_samples=4).log_probs, predictions.log_probs)
     assert_same(weights(model), before)
     assert bsam.metrics.summary(predictions, num_bootstrap=0).num_examples == 24
@@ -919,6 +953,8 @@ def test_the_posterior_is_around_the_weights_and_predicts(name, tmp_path):
 
 
 def test_the_posterior_needs_the_model(name):
-    model = network()
+    if name == "VOGN":
+        pytest.skip("always knows its model")
+    model = network(name)
     with pytest.raises(TypeError, match="needs the model"):
         make(name, model.parameters()).posterior()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 
-from bsam.posterior import DiagonalGaussian, PointMass, load_posterior
+from bsam.posterior import DiagonalGaussian, LowRankGaussian, PointMass, load_posterior
 from bsam.posterior.base import clean_names, preserved
 
 
@@ -55,7 +55,18 @@ def gaussian(model, std=0.1, prior_precision=2.0):
     return DiagonalGaussian.from_model(model, widths, prior_precision=prior_precision)
 
 
-KINDS = {"gaussian": gaussian, "point": PointMass.from_model}
+def low_rank(model):
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return LowRankGaussian(
+        dict(model.named_parameters()),
+        {name: torch.full_like(p, 0.01) for name, p in trainable.items()},
+        {name: torch.linspace(-0.1, 0.1, 3).double().view(3, *[1] * p.ndim) * p for name, p in trainable.items()},
+        buffers=PointMass.from_model(model).buffers,
+        prior_precision=2.0,
+    )
+
+
+KINDS = {"gaussian": gaussian, "point": PointMass.from_model, "low_rank": low_rank}
 
 
 @pytest.fixture(params=KINDS)
@@ -482,7 +493,7 @@ def test_round_trip(posterior, tmp_path):
         assert torch.equal(posterior.entropy(), loaded.entropy())
     assert os.listdir(tmp_path) == ["posterior.safetensors"]
     keys = {key.partition("/")[0] for key in load_file(path)}
-    assert {"mean", "buffer"} <= keys <= {"mean", "std", "buffer"}
+    assert {"mean", "buffer"} <= keys <= {"mean", "std", "variance", "deviation", "buffer"}
 
 
 def test_round_trip_of_awkward_tensors(tmp_path):
@@ -524,7 +535,7 @@ def rewritten(path, **metadata):
         ({"format": None}, r"format=None: expected 'bsam\.posterior'"),
         ({"format": "pt"}, "format='pt'"),
         ({"version": "2"}, "version='2': this bsam reads version '1'"),
-        ({"kind": "swag"}, "kind='swag': expected 'diagonal_gaussian' or 'point'"),
+        ({"kind": "swag"}, "kind='swag': expected 'diagonal_gaussian' or 'low_rank_gaussian' or 'point'"),
         ({"settings": None}, "settings"),
         ({"settings": "{"}, "do not make sense"),
         ({"settings": "[]"}, "dictionary"),

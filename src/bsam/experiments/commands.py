@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,25 +10,168 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from bsam.experiments import demo as experiment
+from bsam.experiments.config import override, to_toml
+from bsam.experiments.evaluate import evaluate as evaluate_run
+from bsam.experiments.methods import METHODS
+from bsam.experiments.paper.presets import preset, preset_names
 from bsam.experiments.record import write_json
 from bsam.experiments.report.demo_page import write_demo_page
-from bsam.experiments.training import METHODS
+from bsam.experiments.runs import Run
+from bsam.experiments.trainer import Trainer
 
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
+Device = Annotated[str | None, typer.Option(help="Device, like cuda:0.", show_default="the accelerator, or cpu")]
+Data = Annotated[
+    Path | None,
+    typer.Option(help="Folder of the data sets, as torchvision lays them out.", envvar="BSAM_DATA"),
+]
+
 
 @app.callback()
-def about() -> None:
+def about(
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+) -> None:
     """bSAM: SAM and variational Bayes in one optimizer.
 
-    Start with: [bold]bsam demo[/bold]
+    Start with:            [bold]bsam demo[/bold]
+
+    Train and evaluate:    [bold]bsam train table6/mnist/bsam --out runs/mnist[/bold]
+                           [bold]bsam evaluate runs/mnist/seed0[/bold]
     """
+
+
+@app.command()
+def configs(
+    name: Annotated[str | None, typer.Argument(help="A preset, to see its settings.")] = None,
+) -> None:
+    """List the presets, or show one.
+
+    A preset is a row of the paper's tables: [bold]table1/cifar10/bsam[/bold] is bSAM on CIFAR-10 in table 1.
+    digits/... needs no download. Example:
+
+    [bold]bsam configs table1/cifar10/bsam[/bold]
+    """
+    console = Console()
+    if name is not None:
+        console.print(f"# {name}\n{to_toml(preset(name))}", markup=False, highlight=False, end="")
+        return
+    blocks: dict[str, list[str]] = {}
+    for full in preset_names():
+        block, _, method = full.rpartition("/")
+        blocks.setdefault(block, []).append(method)
+    table = Table("block", "data, network, epochs", "methods")
+    for block, methods in blocks.items():
+        config = preset(f"{block}/{methods[0]}")
+        table.add_row(block, f"{config.dataset}, {config.model}, {config.total_epochs}", ", ".join(methods))
+    console.print(table)
+    console.print("Train one with: bsam train BLOCK/METHOD", highlight=False)
+
+
+@app.command()
+def train(
+    name: Annotated[str | None, typer.Argument(metavar="PRESET", help="What to train, see `bsam configs`.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the runs.", show_default="runs/PRESET")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds to train, one after the other.")] = 1,
+    first_seed: Annotated[int, typer.Option(help="The first of them.")] = 0,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Fewer or more epochs than the preset has.")] = None,
+    change: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting.")] = None,
+    data: Data = None,
+    device: Device = None,
+    save_minutes: Annotated[float, typer.Option(min=0, help="Minutes between two checkpoints.")] = 5.0,
+    save_epochs: Annotated[int | None, typer.Option(min=1, help="Also save after each so many epochs.")] = None,
+) -> None:
+    """Train a preset. Ctrl-C saves the run and says how to go on.
+
+    Examples:
+
+    [bold]bsam train digits/bsam --out runs/digits[/bold]
+
+    [bold]bsam train table6/mnist/bsam --data data --epochs 5 --set lr=0.05[/bold]
+
+    [bold]bsam train --resume runs/digits/seed0[/bold]
+    """
+    if (name is None) == (resume is None):
+        raise ValueError("give either a preset, like `bsam train digits/bsam`, or --resume FOLDER.")
+    if resume is not None:
+        run = Run.resume(resume, device=device, data=data)
+        if run.finished and (resume / "record.json").exists():
+            Console().print(f"{resume} is finished. Look at it with: bsam evaluate {resume}", highlight=False)
+            return
+        _train(run, save_minutes, save_epochs)
+        return
+    assert name is not None
+    changes = [*(change or []), *([f"epochs={epochs}"] if epochs else [])]
+    config = override(preset(name), changes)
+    folder = out or Path("runs") / name
+    for seed in range(first_seed, first_seed + seeds):
+        run = Run.start(folder / f"seed{seed}", config, seed, preset=name, device=device, data=data)
+        _train(run, save_minutes, save_epochs)
+
+
+def _train(run: Run, save_minutes: float, save_epochs: int | None) -> None:
+    config = run.config
+    columns = (
+        TextColumn(f"{METHODS[config.method]} on {config.dataset}, seed {run.seed}"),
+        BarColumn(),
+        TextColumn("epoch"),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=config.total_epochs, loss="")
+
+        def show(trainer: Trainer) -> None:
+            last = f"loss {trainer.log[-1]['loss']:.4f}" if trainer.log else ""
+            bar.update(task, completed=trainer.epoch, loss=last)
+
+        show(run.trainer)
+        run.train(every_minutes=save_minutes, every_epochs=save_epochs, on_step=show)
+    Console().print(f"done: {run.folder}. Look at it with: bsam evaluate {run.folder}", highlight=False)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    samples: Annotated[
+        str | None, typer.Option(help="Numbers of posterior samples, like 0,8,64.", show_default="32")
+    ] = None,
+    part: Annotated[str, typer.Option(help="test, or validation.")] = "test",
+    data: Data = None,
+    device: Device = None,
+) -> None:
+    """Predict the test set with a run's posterior, and rate the predictions.
+
+    Writes predictions and a reliability diagram for each number of samples into the folder, and the metrics into its
+    record. Example:
+
+    [bold]bsam evaluate runs/digits/seed0 --samples 0,8,64[/bold]
+    """
+    try:
+        counts = None if samples is None else [int(text) for text in samples.split(",")]
+    except ValueError:
+        raise ValueError(f"--samples {samples} must be numbers with commas between, like 0,8,64.") from None
+    results = evaluate_run(run, samples=counts, part=part, device=device, data=data)
+    table = Table("samples", "accuracy ↑", "NLL ↓", "ECE ↓", "AUROC ↑", title=f"{run}, {part}: with 95% intervals")
+    for count, summary in results.items():
+        cells = []
+        for metric, digits in experiment.DIGITS.items():
+            scale = 100 if metric == "accuracy" else 1
+            low, high = (scale * end for end in summary.intervals[metric])
+            cells.append(f"{scale * getattr(summary, metric):.{digits}f} \\[{low:.{digits}f}, {high:.{digits}f}]")
+        table.add_row("mean" if count == "0" else count, *cells)
+    Console().print(table)
 
 
 @app.command()
@@ -38,40 +182,38 @@ def demo(
         bool, typer.Option("--tune", help="Choose the settings anew on the validation part; 20 minutes.")
     ] = False,
 ) -> None:
-    """Train five methods on handwritten digits, and write a page that compares them.
+    """Train all methods on handwritten digits, and write a page that compares them.
 
     Takes about two minutes on two cores; the data comes with scikit-learn. Example:
 
     [bold]bsam demo --seeds 2 --out /tmp/report[/bold]
     """
-    settings = experiment.load_settings()
+    settings = experiment.load_demo()
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
     if tune:
-        with _progress("tuning", experiment.num_tries(settings["digits"])) as advance:
-            record = experiment.tune(settings["digits"], advance)
+        with _progress("tuning", experiment.num_tries(settings)) as advance:
+            record = experiment.tune(settings, advance)
         write_json(out / "tuning.json", record)
         for method, result in record["methods"].items():
             console.print(method, result["best"])
         console.print(f"\nAll tries: {out / 'tuning.json'}")
         return
 
-    digits = {**settings["digits"], "seeds": seeds or settings["digits"]["seeds"]}
-    digits.pop("grid")
-    total = len(digits["methods"]) * digits["seeds"] + len(settings["moons"]["methods"])
-    with _progress("training", total) as advance:
-        record, predictions = experiment.run_digits(digits, advance)
-        maps = experiment.moons(settings["moons"], advance)
+    settings = dataclasses.replace(settings, seeds=seeds or settings.seeds)
+    with _progress("training", len(settings.digits) * settings.seeds + len(settings.moons)) as advance:
+        record, predictions = experiment.run_digits(settings, advance)
+        maps = experiment.moons(settings, advance)
 
-    table = Table(title=f"Digits, test part: mean (sd) over {digits['seeds']} seeds")
+    table = Table(title=f"Digits, test part: mean (sd) over {settings.seeds} seeds")
     for column in ("method", "accuracy ↑", "NLL ↓", "ECE ↓", "AUROC ↑"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for name, row in experiment.cells(record):
-        table.add_row(name, *row, style="bold" if name == "bSAM" else None)
+        table.add_row(name, *row)
     console.print(table)
     write_json(out / "results.json", record)
     page = write_demo_page(out, record, predictions, maps)
-    console.print(f"Look at it: [link={page.resolve().as_uri()}]{page}[/link]", highlight=False)
+    console.print(f"Look at it: [link={page.resolve().as_uri()}]{escape(str(page))}[/link]", highlight=False)
 
 
 @contextmanager
@@ -89,6 +231,6 @@ def _progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
         task = bar.add_task(what, total=total)
 
         def advance(method: str) -> None:
-            bar.update(task, advance=1, description=f"{what} {METHODS[method]:8}")
+            bar.update(task, advance=1, description=f"{what} {METHODS[method]:13}")
 
         yield advance

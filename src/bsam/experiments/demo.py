@@ -1,4 +1,4 @@
-"""The demo: five methods on scikit-learn's digits, and a picture of their uncertainty on two moons."""
+"""The demo: all methods on scikit-learn's digits, and a picture of their uncertainty on two moons."""
 
 from __future__ import annotations
 
@@ -6,75 +6,88 @@ import itertools
 import statistics
 import time
 import tomllib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import bsam
-from bsam.experiments import data
+from bsam.experiments.config import Config, from_mapping
+from bsam.experiments.data import Dataset, load, plain_batches
+from bsam.experiments.methods import METHODS, predict
 from bsam.experiments.record import environment
-from bsam.experiments.training import METHODS, make_optimizer, mlp, posterior_of, train
+from bsam.experiments.trainer import Trainer
 
-__all__ = ["DIGITS", "Map", "cells", "load_settings", "moons", "num_tries", "run_digits", "tune"]
+__all__ = ["DIGITS", "Demo", "Map", "cells", "load_demo", "markdown", "moons", "run_digits", "tune"]
 
 DIGITS = {"accuracy": 2, "nll": 3, "ece": 4, "auroc": 3}
 """The metrics of the tables, and with how many digits they are shown."""
-Settings = dict[str, Any]
+
+Advance = Callable[[str], None]
 
 
-def load_settings() -> Settings:
+@dataclass(frozen=True)
+class Demo:
+    """The settings of the demo."""
+
+    digits: dict[str, Config]
+    """By method."""
+    grid: dict[str, dict[str, list[float]]]
+    """By method: the values that `tune` tries of some settings."""
+    moons: dict[str, Config]
+    seeds: int
+    tuning_seeds: int
+
+
+def load_demo() -> Demo:
     """The settings of the demo, from its TOML file."""
-    return tomllib.loads((files("bsam.experiments") / "demo.toml").read_text())
+    content = tomllib.loads((files("bsam.experiments") / "demo.toml").read_text())
+    grid = content["digits"].pop("grid")
+    return Demo(
+        _configs(content["digits"]), grid, _configs(content["moons"]), content["seeds"], content["tuning_seeds"]
+    )
+
+
+def _configs(part: dict[str, Any]) -> dict[str, Config]:
+    common = {name: value for name, value in part.items() if name != "methods"}
+    return {method: from_mapping({**common, "method": method, **row}) for method, row in part["methods"].items()}
+
+
+def _no_progress(method: str) -> None:
+    pass
 
 
 # ------------------------------------------------------------------ digits
 
 
-def train_and_predict(
-    settings: Settings, method: str, options: Settings, seed: int, split: data.Split, part: str
-) -> bsam.Predictions:
-    """Train one method on the digits with one seed, and predict one part of them."""
-    torch.manual_seed(seed)
-    model = mlp(*settings["network"])
-    optimizer = make_optimizer(method, model, len(split.train[0]), seed=seed, **options)
-    train(
-        model,
-        optimizer,
-        split.train,
-        F.cross_entropy,
-        epochs=settings["epochs"],
-        batch_size=settings["batch_size"],
-        seed=seed,
-    )
-    posterior = posterior_of(optimizer, model)
-    return bsam.predict(
-        model, posterior, getattr(split, part), num_samples=settings["num_samples"], seed=seed, progress=False
-    )
+def train_and_predict(config: Config, dataset: Dataset, seed: int, part: str) -> bsam.Predictions:
+    """Train one method with one seed, and predict one part of the data."""
+    trainer = Trainer(config, dataset, seed=seed)
+    for _ in trainer.steps():
+        pass
+    data = plain_batches(dataset, part)
+    return predict(config, trainer.model, trainer.posterior(), data, num_samples=config.num_samples, seed=seed)
 
 
-def run_digits(
-    settings: Settings, advance: Callable[[str], None] = lambda method: None
-) -> tuple[dict[str, Any], dict[str, bsam.Predictions]]:
+def run_digits(demo: Demo, advance: Advance = _no_progress) -> tuple[dict[str, Any], dict[str, bsam.Predictions]]:
     """Train every method with every seed; return the record, and the first seed's test predictions by method."""
-    split = data.digits()
-    record: dict[str, Any] = {"settings": settings, "data": "scikit-learn digits: 600 train, 397 validation, 800 test"}
+    record: dict[str, Any] = {"seeds": demo.seeds, "methods": {}}
     first: dict[str, bsam.Predictions] = {}
-    record["methods"] = {}
-    for method, options in settings["methods"].items():
+    for method, config in demo.digits.items():
+        dataset = load(config.dataset, validation=config.validation)
         begin = time.perf_counter()
         runs = []
-        for seed in range(settings["seeds"]):
-            predictions = train_and_predict(settings, method, options, seed, split, "test")
+        for seed in range(demo.seeds):
+            predictions = train_and_predict(config, dataset, seed, "test")
             first.setdefault(method, predictions)
             summary = bsam.metrics.summary(predictions, num_bootstrap=0)
             runs.append({name: getattr(summary, name) for name in (*DIGITS, "brier")})
             advance(method)
-        record["methods"][method] = {"seeds": runs, "seconds": round(time.perf_counter() - begin, 1)}
+        seconds = round(time.perf_counter() - begin, 1)
+        record["methods"][method] = {"config": asdict(config), "runs": runs, "seconds": seconds}
     record["environment"] = environment()
     return record, first
 
@@ -84,52 +97,54 @@ def cells(record: dict[str, Any]) -> list[tuple[str, list[str]]]:
     rows = []
     for method, result in record["methods"].items():
         row = []
-        for metric in DIGITS:
-            values = [run[metric] for run in result["seeds"]]
+        for metric, digits in DIGITS.items():
             scale = 100 if metric == "accuracy" else 1
-            mean, digits = scale * statistics.fmean(values), DIGITS[metric]
-            sd = f"{scale * statistics.stdev(values):.{digits}f}" if len(values) > 1 else "-"
-            row.append(f"{mean:.{digits}f} ({sd})")
+            values = [scale * run[metric] for run in result["runs"]]
+            sd = f"{statistics.stdev(values):.{digits}f}" if len(values) > 1 else "-"
+            row.append(f"{statistics.fmean(values):.{digits}f} ({sd})")
         rows.append((METHODS[method], row))
     return rows
 
 
-def grid_of(options: dict[str, list[float]]) -> Iterator[Settings]:
+def markdown(record: dict[str, Any]) -> str:
+    """The table in Markdown."""
+    lines = ["| method | accuracy ↑ | NLL ↓ | ECE ↓ | AUROC ↑ |", "|---|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {' | '.join(row)} |" for name, row in cells(record))])
+
+
+def grid_of(options: Mapping[str, list[float]]) -> Iterator[dict[str, float]]:
     """All combinations of the values of some options."""
     for values in itertools.product(*options.values()):
         yield dict(zip(options, values, strict=True))
 
 
-def tune(settings: Settings, advance: Callable[[str], None] = lambda method: None) -> dict[str, Any]:
+def tune(demo: Demo, advance: Advance = _no_progress) -> dict[str, Any]:
     """Try each method's grid on the validation part; the record has every try, and the one of lowest NLL."""
-    split = data.digits()
-    record: dict[str, Any] = {"settings": settings, "methods": {}}
+    record: dict[str, Any] = {"seeds": demo.tuning_seeds, "methods": {}}
     begin = time.perf_counter()
-    for method, grid in settings["grid"].items():
-        fixed = {k: v for k, v in settings["methods"][method].items() if k not in grid}
+    for method, grid in demo.grid.items():
         tries = []
         for options in grid_of(grid):
+            config = replace(demo.digits[method], **options)  # type: ignore[arg-type]
+            dataset = load(config.dataset, validation=config.validation)
             scores = []
-            for seed in range(settings["tuning_seeds"]):
+            for seed in range(100, 100 + demo.tuning_seeds):
                 try:
-                    predictions = train_and_predict(
-                        settings, method, {**fixed, **options}, 100 + seed, split, "validation"
-                    )
+                    predictions = train_and_predict(config, dataset, seed, "validation")
                     scores.append(bsam.metrics.summary(predictions, num_bootstrap=0).nll)
-                except FloatingPointError:  # diverged
+                except (FloatingPointError, ValueError):  # diverged: not finite while training, or when predicting
                     scores.append(float("inf"))
             tries.append({**options, "nll": statistics.fmean(scores)})
             advance(method)
-        best = min(tries, key=lambda t: t["nll"])
-        record["methods"][method] = {"best": {**fixed, **best}, "tries": tries}
+        record["methods"][method] = {"best": min(tries, key=lambda t: t["nll"]), "tries": tries}
     record["seconds"] = round(time.perf_counter() - begin, 1)
     record["environment"] = environment()
     return record
 
 
-def num_tries(settings: Settings) -> int:
+def num_tries(demo: Demo) -> int:
     """How many settings `tune` tries."""
-    return sum(1 for grid in settings["grid"].values() for _ in grid_of(grid))
+    return sum(1 for grid in demo.grid.values() for _ in grid_of(grid))
 
 
 # ------------------------------------------------------------------ two moons
@@ -147,29 +162,19 @@ class Map:
     labels: Tensor
 
 
-def moons(settings: Settings, advance: Callable[[str], None] = lambda method: None) -> dict[str, Map]:
+def moons(demo: Demo, advance: Advance = _no_progress) -> dict[str, Map]:
     """Train each method on two moons; return its predictive probabilities around them."""
-    points, labels = data.two_moons()
     xs, ys = torch.linspace(-3.5, 4.5, 120), torch.linspace(-3.0, 3.5, 100)
     grid = torch.cartesian_prod(ys, xs).flip(1)
     maps = {}
-    for method, options in settings["methods"].items():
-        torch.manual_seed(0)
-        model = mlp(*settings["network"])
-        optimizer = make_optimizer(method, model, len(points), **options)
-        train(
-            model,
-            optimizer,
-            (points, labels),
-            lambda f, y: F.binary_cross_entropy_with_logits(f.squeeze(1), y),
-            epochs=settings["epochs"],
-            batch_size=settings["batch_size"],
-            seed=0,
-        )
-        posterior = posterior_of(optimizer, model)
-        predictions = bsam.predict(
-            model, posterior, grid, num_samples=settings["num_samples"], likelihood="bernoulli", progress=False
-        )
+    for method, config in demo.moons.items():
+        dataset = load(config.dataset)
+        trainer = Trainer(config, dataset, seed=0)
+        for _ in trainer.steps():
+            pass
+        inputs = dataset.normalise(grid)
+        predictions = predict(config, trainer.model, trainer.posterior(), inputs, num_samples=config.num_samples)
+        points, labels = dataset.train
         maps[method] = Map(xs, ys, predictions.probs[:, 1].view(len(ys), len(xs)), points, labels)
         advance(method)
     return maps

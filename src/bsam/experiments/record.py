@@ -17,14 +17,16 @@ import bsam
 __all__ = ["environment", "write_json"]
 
 
-def environment() -> dict[str, Any]:
-    """What a result depends on beside its settings: code, packages, device."""
+def environment(device: torch.device | None = None) -> dict[str, Any]:
+    """What a result depends on beside its settings: code, packages, device (the CPU if none is named)."""
+    cpu = f"CPU, {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    cuda = device is not None and device.type == "cuda"
     return {
         "bsam": bsam.__version__,
         "commit": _commit(),
         "python": platform.python_version(),
         "packages": {name: found for name in ("torch", "numpy", "scikit-learn") if (found := _version(name))},
-        "device": f"CPU, {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name(device) if cuda else cpu,
     }
 
 

@@ -14,11 +14,11 @@ After a step `p.grad` holds the gradient that was applied: averaged over splits 
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,14 @@ from torch.optim import Optimizer
 
 from bsam import batch_norm as bn
 from bsam.distributed import all_reduce_sum, broadcast, rank_of
+from bsam.gradients import LossFunction, batch_gradient
 from bsam.optim import options
 from bsam.optim.batch import split_batch
 from bsam.posterior import PointMass, Posterior
 
 __all__ = ["GradAt", "Probe", "ProbingOptimizer", "Slot"]
 
-Closure = Callable[..., Tensor | float]
-GradAt = Callable[[Iterable[Tensor | None]], tuple[list[Tensor], Tensor]]
-"""Gradients, one a slot, and the loss at the weights plus one offset a slot (None: no offset)."""
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -56,6 +55,41 @@ class Slot:
     def dtype(self) -> torch.dtype:
         """The type of its statistics and state: float32 for 16-bit weights."""
         return torch.promote_types(self.parameter.dtype, torch.float32)
+
+
+class GradAt:
+    """Evaluates one sub-batch at the weights plus one offset a slot (None: no offset)."""
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        closure: LossFunction,
+        part: tuple[Any, ...],
+        frozen: Callable[[int], list[tuple[nn.Module, str]]],
+    ) -> None:
+        self._slots, self._closure, self._part = slots, closure, part
+        self._frozen = frozen  # the statistics that a pass, given by its number, must not move
+        self.losses: list[Tensor] = []
+        """Of each pass."""
+
+    def __call__(self, offsets: Iterable[Tensor | None]) -> tuple[list[Tensor], Tensor]:
+        """The gradients, one a slot, and the loss."""
+        return self.evaluate(offsets, _gradients)
+
+    def evaluate(
+        self,
+        offsets: Iterable[Tensor | None],
+        function: Callable[[list[Slot], LossFunction, tuple[Any, ...]], tuple[Result, Tensor]],
+    ) -> tuple[Result, Tensor]:
+        """What `function(slots, closure, part)` finds there, and the loss; it marks the slots that are seen."""
+        for slot, offset in zip(self._slots, offsets, strict=True):
+            slot.parameter.copy_(slot.mean if offset is None else slot.mean + offset)
+        torch.clear_autocast_cache()  # a surrounding autocast region would go on with the old weights
+        statistics = bn.BufferSnapshot(self._frozen(len(self.losses)))
+        result, loss = function(self._slots, self._closure, self._part)
+        statistics.restore()
+        self.losses.append(loss)
+        return result, loss
 
 
 class Probe(NamedTuple):
@@ -123,10 +157,13 @@ class ProbingOptimizer(Optimizer):
         if group["max_grad_norm"] is not None:
             options.positive("max_grad_norm", group["max_grad_norm"], "Write None for no clipping.")
 
+    def _check_batch(self, batch: tuple[Any, ...]) -> None:
+        """Raise if no step can be taken with this batch; nothing has changed yet."""
+
     # ------------------------------------------------------------------ the step
 
     @torch.no_grad()
-    def step(self, closure: Closure | None = None, *batch: Any) -> Tensor:  # type: ignore[override]
+    def step(self, closure: LossFunction | None = None, *batch: Any) -> Tensor:  # type: ignore[override]
         """Take one step.
 
         With a batch, `closure(*part)` returns the mean loss of the part it is given: it is called for each of
@@ -147,6 +184,7 @@ class ProbingOptimizer(Optimizer):
                 "the present ones: optimizer.step(loss_fn, x, y), where loss_fn(x, y) returns the mean loss."
             )
         self._refuse_if_away("take a step")
+        self._check_batch(batch)
         splits = self._option("splits")
         parts = split_batch(batch, splits)
         if len(parts) < splits and "few examples" not in self._warned:
@@ -191,7 +229,7 @@ class ProbingOptimizer(Optimizer):
         return losses[0]
 
     def _average(
-        self, slots: list[Slot], closure: Closure, parts: list[tuple[tuple[Any, ...], int]]
+        self, slots: list[Slot], closure: LossFunction, parts: list[tuple[tuple[Any, ...], int]]
     ) -> tuple[list[Tensor], tuple[list[Tensor], ...]]:
         """Probe every part; return the mean losses of each pass and the mean statistics, over parts and ranks."""
         total = sum(size for _, size in parts)
@@ -199,8 +237,9 @@ class ProbingOptimizer(Optimizer):
         sums: tuple[list[Tensor], ...] = ()
         losses: list[Tensor] = []
         for k, (part, size) in enumerate(parts):
-            grad_at, passes = self._grad_function(slots, closure, part, k)
+            grad_at = GradAt(slots, closure, part, functools.partial(self._frozen_statistics, k))
             probe = self._probe(slots, grad_at, first + k)
+            passes = grad_at.losses
             weight = size / total
             if len(parts) == 1:
                 sums, losses = probe.statistics, passes
@@ -215,32 +254,11 @@ class ProbingOptimizer(Optimizer):
             sums = self._average_over_ranks(slots, sums, losses, total)
         return losses, sums
 
-    def _grad_function(
-        self, slots: list[Slot], closure: Closure, part: tuple[Any, ...], split: int
-    ) -> tuple[GradAt, list[Tensor]]:
-        """The `grad_at` of one sub-batch, and the list to which it appends the loss of each pass."""
-        losses: list[Tensor] = []
-        policy = self._option("batch_norm")
-
-        def grad_at(offsets: Iterable[Tensor | None]) -> tuple[list[Tensor], Tensor]:
-            for slot, offset in zip(slots, offsets, strict=True):
-                slot.parameter.copy_(slot.mean if offset is None else slot.mean + offset)
-            torch.clear_autocast_cache()  # a surrounding autocast region would go on with the old weights
-            frozen = self.module is not None and not bn.moves_statistics(policy, split, len(losses))
-            statistics = bn.BufferSnapshot(bn.running_statistics(self.module) if frozen and self.module else ())
-            for slot in slots:
-                slot.parameter.grad = None
-
-            with torch.enable_grad():
-                loss = _checked_loss(closure(*part))
-                if loss.requires_grad and all(slot.parameter.grad is None for slot in slots):
-                    with _without_autocast(loss.device):
-                        torch.autograd.backward(loss)
-            statistics.restore()
-            losses.append(loss.detach().reshape(()))
-            return [_take_gradient(slot) for slot in slots], losses[-1]
-
-        return grad_at, losses
+    def _frozen_statistics(self, split: int, pass_index: int) -> list[tuple[nn.Module, str]]:
+        """The running statistics that a pass must leave as they are."""
+        if self.module is None or bn.moves_statistics(self._option("batch_norm"), split, pass_index):
+            return []
+        return bn.running_statistics(self.module)
 
     def _average_over_ranks(
         self, slots: list[Slot], sums: tuple[list[Tensor], ...], losses: list[Tensor], size: int
@@ -421,8 +439,8 @@ class ProbingOptimizer(Optimizer):
     @grad_scale.setter
     def grad_scale(self, value: Any) -> None:
         raise RuntimeError(
-            f"{type(self).__name__} does not work with GradScaler: each step has two backward passes and its "
-            "perturbations would be scaled too. Use torch.autocast with dtype=torch.bfloat16 and no scaler: "
+            f"{type(self).__name__} does not work with GradScaler: it perturbs the weights by gradients, or squares "
+            "them, and these would be scaled too. Use torch.autocast with dtype=torch.bfloat16 and no scaler: "
             "optimizer.step(loss_fn, x, y)."
         )
 
@@ -490,35 +508,14 @@ def write(target: Tensor, value: Tensor, accept: Tensor | None) -> None:
     target.copy_(value if accept is None else torch.where(accept.to(target.device), value.to(target.dtype), target))
 
 
-@contextlib.contextmanager
-def _without_autocast(device: torch.device) -> Iterator[None]:
-    with torch.autocast(device.type, enabled=False):
-        yield
-
-
-def _checked_loss(loss: Any) -> Tensor:
-    if isinstance(loss, int | float):
-        return torch.tensor(float(loss))
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"the closure returned {type(loss).__name__}: it must return the loss, a scalar tensor.")
-    if loss.numel() != 1:
-        raise ValueError(
-            f"the closure returned a tensor of shape {tuple(loss.shape)}: it must return one number, the mean loss "
-            "over the examples it was given."
-        )
-    return loss
-
-
-def _take_gradient(slot: Slot) -> Tensor:
-    gradient = slot.parameter.grad
-    if gradient is None:
-        return torch.zeros_like(slot.parameter, dtype=slot.dtype)
-    if gradient.layout != torch.strided:
-        raise ValueError(
-            f"a gradient of layout {gradient.layout} arrived (an embedding with sparse=True?): dense gradients only."
-        )
-    slot.seen = True
-    return gradient.to(slot.dtype)
+def _gradients(slots: list[Slot], closure: LossFunction, part: tuple[Any, ...]) -> tuple[list[Tensor], Tensor]:
+    """The gradient of each slot, zero where there is none."""
+    gradients, loss = batch_gradient([slot.parameter for slot in slots], closure, part)
+    taken = []
+    for slot, gradient in zip(slots, gradients, strict=True):
+        slot.seen |= gradient is not None
+        taken.append(torch.zeros_like(slot.mean, dtype=slot.dtype) if gradient is None else gradient.to(slot.dtype))
+    return taken, loss
 
 
 def _check_parameter(parameter: Any) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from bsam.forward import map_tensors
 
 
 def split_batch(batch: tuple[Any, ...], splits: int) -> list[tuple[tuple[Any, ...], int]]:
@@ -22,7 +21,7 @@ def split_batch(batch: tuple[Any, ...], splits: int) -> list[tuple[tuple[Any, ..
         ValueError: tensors of different lengths, an empty batch, or several splits and nothing to cut.
     """
     lengths: list[int] = []
-    _map_tensors(lambda t: lengths.append(len(t)), batch)
+    map_tensors(lambda t: lengths.append(len(t)), batch)
     if len(set(lengths)) > 1:
         raise ValueError(
             f"the tensors of the batch have different lengths {lengths}: they are cut into sub-batches along "
@@ -43,23 +42,7 @@ def split_batch(batch: tuple[Any, ...], splits: int) -> list[tuple[tuple[Any, ..
         return [(batch, size)]
 
     def part(k: int) -> Any:
-        return _map_tensors(lambda t: torch.tensor_split(t, parts)[k], batch)
+        return map_tensors(lambda t: torch.tensor_split(t, parts)[k], batch)
 
     sizes = [size // parts + (k < size % parts) for k in range(parts)]
     return [(part(k), sizes[k]) for k in range(parts)]
-
-
-def _map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply `function` to every tensor of a nested structure that has a dimension to cut."""
-    if isinstance(tree, Tensor):
-        return function(tree) if tree.dim() else tree
-    if isinstance(tree, Mapping):
-        result = copy.copy(tree)  # keeps the type: an OrderedDict, or the mapping a tokenizer returns
-        for key in tree:
-            result[key] = _map_tensors(function, tree[key])  # type: ignore[index]
-        return result
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_map_tensors(function, item) for item in tree))
-    if isinstance(tree, list | tuple):
-        return type(tree)(_map_tensors(function, item) for item in tree)
-    return tree

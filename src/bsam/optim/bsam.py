@@ -40,19 +40,15 @@ State of a parameter: `momentum` (g_m), `unit_precision` (s) and `step`; float32
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bsam.noise import standard_normal
 from bsam.optim import options
-from bsam.optim.base import GradAt, Probe, ProbingOptimizer, Slot, write
-from bsam.posterior import DiagonalGaussian
+from bsam.optim.base import GradAt, Probe, Slot
+from bsam.optim.gaussian import GaussianOptimizer
 
 __all__ = ["BSAM", "curvature", "perturbation", "posterior_std", "update"]
 
@@ -92,7 +88,7 @@ def update(
     return omega, g_m, s
 
 
-class BSAM(ProbingOptimizer):
+class BSAM(GaussianOptimizer):
     """Bayesian SAM.
 
     Args:
@@ -134,10 +130,7 @@ class BSAM(ProbingOptimizer):
         ...     prediction = model(x)
     """
 
-    whole_options = (
-        *ProbingOptimizer.whole_options,
-        *("num_data", "augmentation_factor", "init_precision", "curvature", "sample_noise", "seed"),
-    )
+    whole_options = (*GaussianOptimizer.whole_options, "init_precision", "curvature", "sample_noise")
 
     def __init__(
         self,
@@ -182,52 +175,23 @@ class BSAM(ProbingOptimizer):
         }
         super().__init__(params, defaults, module=module, process_group=process_group)
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._draws = 0  # samples taken by sampled()
-        self._means: dict[Tensor, Tensor] | None = None  # the weights, while sampled() holds a sample in the model
-
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        options.non_negative("lr", group["lr"])
-        for name in ("rho", "prior_precision", "damping"):
-            options.non_negative(name, group[name])
-        options.betas(group["betas"])
-        options.positive("num_data", group["num_data"], "It is the number of training examples, len(train_set).")
+        options.non_negative("rho", group["rho"])
         options.positive("init_precision", group["init_precision"])
-        options.positive("augmentation_factor", group["augmentation_factor"])
         options.one_of("curvature", group["curvature"], ("mean_abs", "abs_mean"))
-        for name in ("perturb", "sample", "sample_noise"):
+        for name in ("perturb", "sample_noise"):
             options.one_of(name, group[name], (True, False))
-        options.integer("seed", group["seed"])
-
-    @property
-    def effective_num_data(self) -> float:
-        """N = num_data * augmentation_factor."""
-        return float(self._option("num_data") * self._option("augmentation_factor"))
 
     def _fresh_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        return {
-            "step": torch.zeros((), dtype=torch.int64, device=parameter.device),
-            "momentum": torch.zeros_like(parameter, dtype=dtype),
-            "unit_precision": torch.full_like(parameter, group["init_precision"], dtype=dtype),
-        }
+        state = super()._fresh_state(parameter, group)
+        return {**state, "unit_precision": torch.full_like(state["momentum"], group["init_precision"])}
 
-    def _posterior_noise(self, slot: Slot, split: int) -> Tensor | None:
-        """The offset e ~ N(0, 1 / (N s)) of line 3, or None for a group that is not sampled."""
-        if not slot.group["sample"]:
-            return None
-        e = standard_normal(
-            self._option("seed"),
-            slot.state["step"],
-            split,
-            slot.index,
-            slot.parameter.shape,
-            device=slot.parameter.device,
-            dtype=slot.dtype,
-        )
-        return e.mul_(posterior_std(slot.state["unit_precision"], self.effective_num_data))
+    def _posterior_std(self, slot: Slot) -> Tensor:
+        return posterior_std(slot.state["unit_precision"], self.effective_num_data)
+
+    def _kept(self, group: dict[str, Any]) -> float:
+        return float(group["betas"][1])
 
     def _probe(self, slots: list[Slot], grad_at: GradAt, split: int) -> Probe:
         noisy = self._option("sample_noise")
@@ -241,105 +205,19 @@ class BSAM(ProbingOptimizer):
 
     def _update(self, slots: list[Slot], statistics: tuple[list[Tensor], ...], accept: Tensor | None) -> None:
         for slot, g_eps, g in zip(slots, *statistics, strict=True):
-            state, group = slot.state, slot.group
+            state = slot.state
             omega, g_m, s = update(
                 slot.mean.to(slot.dtype),
                 state["momentum"],
                 state["unit_precision"],
                 g_eps,
                 curvature(g.abs(), state["unit_precision"]),
-                alpha=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                delta=group["prior_precision"] / self.effective_num_data,
-                gamma=group["damping"],
+                **self._rates(slot.group),
             )
-            write(slot.parameter, omega, accept)
-            write(state["momentum"], g_m, accept)
-            write(state["unit_precision"], s, accept)
-            write(state["step"], state["step"] + 1, accept)
-            self.state[slot.parameter] = state
+            self._move(slot, omega, {"momentum": g_m, "unit_precision": s}, accept)
 
-    def posterior(self, model: nn.Module | None = None) -> DiagonalGaussian:
-        """The Gaussian N(omega, 1 / (N s)) over the weights, with the prior that was used.
-
-        Frozen parameters and groups with `sample=False` are points. Warns while a tenth or more of the precision is
-        still its starting value, that is while beta2^t > 0.1.
-
-        Args:
-            model: The model, for the names of its parameters and for its buffers. Not needed if the optimizer was
-                made with `module=`.
-        """
-        model = self._model_or_own(model)
-        slots = [slot for slot in self._slots() if slot.group["sample"]]
-        steps = max((int(slot.state["step"]) for slot in slots), default=0)
-        left = max((slot.group["betas"][1] ** steps for slot in slots), default=0.0)
-        if left > 0.1:
-            warnings.warn(
-                f"after {steps} steps {left:.0%} of the precision is still its starting value: train longer, or with a "
-                "smaller beta2 (0.99 forgets it in 230 steps).",
-                stacklevel=2,
-            )
-        return DiagonalGaussian.from_model(
-            model,
-            {s.parameter: posterior_std(s.state["unit_precision"], self.effective_num_data) for s in slots},
-            prior_precision={s.parameter: float(s.group["prior_precision"]) for s in slots},
-        )
-
-    @contextlib.contextmanager
-    def sampled(self, draw: int | None = None) -> Iterator[None]:
-        """Put one sample of the posterior into the model; the mean comes back when the block ends.
-
-        Blocks may be nested: an inner one replaces the sample by another. Frozen parameters stay as they are.
-
-        Args:
-            draw: Number of the sample: the same number at the same step is the same sample. By default the next one.
-        """
-        outermost = self._means is None
-        if outermost:
-            self._refuse_if_away("sample the posterior")
-        if draw is not None and draw < 0:
-            raise ValueError(f"draw={draw} must be >= 0: it numbers the samples of the posterior.")
-        if draw is None:
-            draw, self._draws = self._draws, self._draws + 1
-        slots = self._slots()  # what to put back: the mean, or the outer sample
-        if outermost:
-            self._means, self._away = {slot.parameter: slot.mean for slot in slots}, "inside sampled()"
-        try:
-            self._write_sample(slots, draw)
-            yield
-        finally:
-            with torch.no_grad():
-                for slot in slots:
-                    slot.parameter.copy_(slot.mean)
-            torch.clear_autocast_cache()
-            if outermost:
-                self._means, self._away = None, None
-
-    @torch.no_grad()
-    def _write_sample(self, slots: list[Slot], draw: int) -> None:
-        assert self._means is not None
-        for slot in slots:
-            offset = self._posterior_noise(slot, -1 - draw)
-            if offset is not None:
-                slot.parameter.copy_(self._means.get(slot.parameter, slot.mean) + offset)
-        torch.clear_autocast_cache()
-
-    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super()._check_state_dict(state_dict)
-        for key, state in state_dict["state"].items():
-            missing = [name for name in ("step", "momentum", "unit_precision") if name not in state]
-            if missing:
-                raise ValueError(
-                    f"the loaded state of parameter {key} has no {missing[0]!r}: is it another optimizer's?"
-                )
-            s, momentum = state["unit_precision"], state["momentum"]
-            if not bool(((s > 0) & s.isfinite()).all()):
-                raise ValueError(f"the loaded unit_precision of parameter {key} is not positive and finite everywhere.")
-            if not bool(momentum.isfinite().all()):
-                raise ValueError(f"the loaded momentum of parameter {key} is not finite everywhere.")
-
-    def _restore_types(self, parameter: Tensor, saved: dict[str, Any]) -> None:
-        # torch casts what it loads to the parameter's type; a bfloat16 average with beta2 = 0.999 never moves.
-        fresh = self._fresh_state(parameter, self.param_groups[0])
-        self.state[parameter] = {k: torch.as_tensor(saved[k]).to(v, copy=True) for k, v in fresh.items()}
+    def _check_state(self, key: Any, state: dict[str, Any]) -> None:
+        super()._check_state(key, state)
+        s = state["unit_precision"]
+        if not bool(((s > 0) & s.isfinite()).all()):
+            raise ValueError(f"the loaded unit_precision of parameter {key} is not positive and finite everywhere.")

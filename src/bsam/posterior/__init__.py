@@ -6,9 +6,11 @@ import os
 
 from bsam.posterior.base import Posterior, read_posterior
 from bsam.posterior.gaussian import DiagonalGaussian
+from bsam.posterior.laplace import laplace
 from bsam.posterior.point import PointMass
+from bsam.posterior.swag import LowRankGaussian
 
-__all__ = ["DiagonalGaussian", "PointMass", "Posterior", "load_posterior"]
+__all__ = ["DiagonalGaussian", "LowRankGaussian", "PointMass", "Posterior", "laplace", "load_posterior"]
 
 
 def load_posterior(path: str | os.PathLike[str]) -> Posterior:
@@ -17,5 +19,5 @@ def load_posterior(path: str | os.PathLike[str]) -> Posterior:
     Raises:
         ValueError: not a posterior, a part of one, or one of a version or kind that this release does not know.
     """
-    kinds: tuple[type[Posterior], ...] = (DiagonalGaussian, PointMass)
+    kinds: tuple[type[Posterior], ...] = (DiagonalGaussian, LowRankGaussian, PointMass)
     return read_posterior(path, kinds)

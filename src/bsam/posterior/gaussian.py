@@ -81,7 +81,7 @@ class DiagonalGaussian(Posterior):
         for name in self.sampled_names:
             if not self.mean[name].is_floating_point():
                 raise TypeError(f"{name} is {self.mean[name].dtype}: only floating point weights can have a std > 0.")
-        self.prior_precision = _by_name(prior_precision, clean_names(mean))
+        self.prior_precision = by_name(prior_precision, clean_names(mean))
 
     @classmethod
     def from_model(
@@ -159,14 +159,7 @@ class DiagonalGaussian(Posterior):
 
     def kl(self) -> Tensor:
         """The divergence of the sampled elements from the prior N(0, 1 / prior_precision)."""
-        if not self.sampled_names:
-            raise ValueError("no weight is sampled: the KL divergence of a point from a prior is infinite.")
-        flat = [name for name in self.sampled_names if not self.prior_precision.get(name)]
-        if flat:
-            raise ValueError(
-                f"the prior precision of {first_few(flat)} is 0 or not given, and the KL divergence from a flat prior "
-                "is infinite: write DiagonalGaussian(..., prior_precision=25.0)."
-            )
+        check_prior(self.sampled_names, self.prior_precision)
         total = torch.zeros((), dtype=torch.float64)
         for name in self.sampled_names:
             (mu, sigma), delta = self._sampled_elements(name), self.prior_precision[name]
@@ -211,7 +204,7 @@ class DiagonalGaussian(Posterior):
         )
 
 
-def _by_name(precision: float | Mapping[str, float] | None, names: Mapping[str, str]) -> dict[str, float]:
+def by_name(precision: float | Mapping[str, float] | None, names: Mapping[str, str]) -> dict[str, float]:
     """The prior precisions by clean name; `names` leads there from the names of the mean."""
     if precision is None:
         return {}
@@ -224,3 +217,15 @@ def _by_name(precision: float | Mapping[str, float] | None, names: Mapping[str, 
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
             raise ValueError(f"prior_precision={value!r} of {name} must be a finite number >= 0.")
     return {names[name]: float(value) for name, value in precision.items()}
+
+
+def check_prior(sampled_names: list[str], precision: Mapping[str, float]) -> None:
+    """Raise unless the divergence of the sampled parameters from their prior is finite."""
+    if not sampled_names:
+        raise ValueError("no weight is sampled: the KL divergence of a point from a prior is infinite.")
+    flat = [name for name in sampled_names if not precision.get(name)]
+    if flat:
+        raise ValueError(
+            f"the prior precision of {first_few(flat)} is 0 or not given, and the KL divergence from a flat prior "
+            "is infinite: make the posterior with prior_precision=25.0, say."
+        )

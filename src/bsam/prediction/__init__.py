@@ -1,6 +1,7 @@
 """Predictions averaged over a posterior."""
 
+from bsam.prediction.linearised import predict_linearised
 from bsam.prediction.predict import predict
 from bsam.prediction.results import GaussianPredictions, Predictions
 
-__all__ = ["GaussianPredictions", "Predictions", "predict"]
+__all__ = ["GaussianPredictions", "Predictions", "predict", "predict_linearised"]

@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bsam.likelihood import check_likelihood, check_outputs
 from bsam.prediction.results import entropy
 
-__all__ = ["Average", "average_for"]
+__all__ = ["LOG_PROBS", "Average", "ClassAverage", "average_for", "one_output", "targets_like"]
 
 _LOG_ZERO = torch.tensor(-math.inf, device="cpu")
-"""The logarithm of an empty sum; a tensor without dimensions, it goes with any device and type."""
+"""The logarithm of an empty sum; a tensor without dimensions, it goes with any type."""
 
 
 class Average(Protocol):
@@ -37,17 +38,22 @@ class ClassAverage:
         self._labels = labels
         self._log_sum = _LOG_ZERO
         self._entropy_sum: Tensor | float = 0.0
-        self._count = 0
+        self._total = 0.0  # of the weights
 
-    def add(self, outputs: Tensor) -> None:
+    def add(self, outputs: Tensor, weights: Tensor | None = None) -> None:
+        """Take in the outputs of some samples, (samples, n, ...), with weights (samples,) if they are not all 1."""
         log_p = self._log_probs(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
-        self._log_sum = torch.logaddexp(self._log_sum, log_p.logsumexp(dim=0))
-        self._entropy_sum = self._entropy_sum + entropy(log_p).sum(dim=0)
-        self._count += len(outputs)
+        entropies = entropy(log_p)
+        if weights is not None:
+            log_p, entropies = log_p + weights.log()[:, None, None], weights[:, None] * entropies
+        self._log_sum = torch.logaddexp(self._log_sum.to(log_p.device), log_p.logsumexp(dim=0))
+        self._entropy_sum = self._entropy_sum + entropies.sum(dim=0)
+        self._total += len(outputs) if weights is None else float(weights.sum())
 
     def columns(self) -> dict[str, Tensor | None]:
-        log_probs = self._log_sum - math.log(self._count)
-        information = entropy(log_probs) - self._entropy_sum / self._count
+        """The columns of `Predictions`."""
+        log_probs = self._log_sum - math.log(self._total)
+        information = entropy(log_probs) - self._entropy_sum / self._total
         labels = None if self._labels is None else _class_labels(self._labels, len(log_probs))
         # Rounding may take the mutual information below 0.
         return {"log_probs": log_probs, "mutual_information": information.clamp(min=0), "labels": labels}
@@ -55,32 +61,18 @@ class ClassAverage:
 
 def _categorical(outputs: Tensor) -> Tensor:
     """(samples, n, K) logits to log-probabilities."""
-    shape = tuple(outputs.shape[1:])
-    if outputs.ndim == 2 or shape[1:] == (1,):
-        raise ValueError(
-            f'the model gives one number an example, shape {shape}, but likelihood="categorical" needs K >= 2 logits. '
-            'Write likelihood="bernoulli" for two classes, or "gaussian" for regression.'
-        )
-    if outputs.ndim != 3:
-        raise ValueError(
-            f'the model gives outputs of shape {shape}, but likelihood="categorical" needs (n, K) logits. Bring them '
-            "to it by forward=lambda model, inputs: ..."
-        )
+    check_outputs("categorical", tuple(outputs.shape[1:]))
     return outputs.log_softmax(dim=-1)
 
 
 def _bernoulli(outputs: Tensor) -> Tensor:
     """(samples, n) logits of class 1 to log-probabilities of both classes."""
-    logit = _one_output(outputs)
-    if logit.ndim != 2:
-        raise ValueError(
-            f'the model gives outputs of shape {tuple(outputs.shape[1:])}, but likelihood="bernoulli" needs one logit '
-            'an example, (n,) or (n, 1). Write likelihood="categorical" for K logits.'
-        )
+    check_outputs("bernoulli", tuple(outputs.shape[1:]))
+    logit = one_output(outputs)
     return torch.stack([F.logsigmoid(-logit), F.logsigmoid(logit)], dim=-1)
 
 
-_LOG_PROBS = {"categorical": _categorical, "bernoulli": _bernoulli}
+LOG_PROBS = {"categorical": _categorical, "bernoulli": _bernoulli}
 
 
 def _class_labels(labels: Any, n: int) -> Tensor:
@@ -109,12 +101,8 @@ class GaussianAverage:
         self._count = 0
 
     def add(self, outputs: Tensor) -> None:
-        f = _one_output(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
-        if f.ndim not in (2, 3):
-            raise ValueError(
-                f'the model gives outputs of shape {tuple(outputs.shape[1:])}, but likelihood="gaussian" needs (n,) or '
-                "(n, D)."
-            )
+        check_outputs("gaussian", tuple(outputs.shape[1:]))
+        f = one_output(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
         count, total = len(f), self._count + len(f)
         mean, squares = f.mean(dim=0), f.var(dim=0, correction=0) * count
         shift = mean - self._mean  # Chan et al. (1983): two sets of samples into one
@@ -122,11 +110,11 @@ class GaussianAverage:
         self._squares = self._squares + squares + shift.square() * (self._count * count / total)
         self._count = total
         if self._targets is not None:
-            self._targets = y = _targets(self._targets, f)
+            self._targets = y = targets_like(self._targets, f[0])
             z = (y - f) / self._noise_std
             log_p = -0.5 * z.square() - math.log(self._noise_std) - 0.5 * math.log(2 * math.pi)
             log_p = log_p.sum(dim=2) if log_p.ndim == 3 else log_p
-            self._log_sum = torch.logaddexp(self._log_sum, log_p.logsumexp(dim=0))
+            self._log_sum = torch.logaddexp(self._log_sum.to(log_p.device), log_p.logsumexp(dim=0))
 
     def columns(self) -> dict[str, Tensor | None]:
         return {
@@ -137,30 +125,24 @@ class GaussianAverage:
         }
 
 
-def _one_output(outputs: Tensor) -> Tensor:
+def one_output(outputs: Tensor) -> Tensor:
     """(samples, n, 1) as (samples, n)."""
     return outputs.squeeze(2) if outputs.ndim == 3 and outputs.shape[2] == 1 else outputs
 
 
-def _targets(targets: Tensor, f: Tensor) -> Tensor:
+def targets_like(targets: Tensor, f: Tensor) -> Tensor:
+    """The targets in the type of the outputs (n,) or (n, D), whose shape they must have."""
     y = targets.to(f.device, f.dtype)
     y = y.squeeze(1) if y.ndim == 2 and y.shape[1] == 1 else y
-    if y.shape != f.shape[1:]:
-        raise ValueError(f"targets of shape {tuple(targets.shape)} came with outputs of shape {tuple(f.shape[1:])}.")
+    if y.shape != f.shape:
+        raise ValueError(f"targets of shape {tuple(targets.shape)} came with outputs of shape {tuple(f.shape)}.")
     return y
 
 
 def average_for(likelihood: str, noise_std: float | None) -> Callable[[Any], Average]:
     """The class of the averages, but for the labels of a batch."""
+    check_likelihood(likelihood, noise_std)
     if likelihood == "gaussian":
-        if noise_std is None or not (math.isfinite(noise_std) and noise_std > 0):
-            raise ValueError(
-                f'noise_std={noise_std} must be a finite number > 0 for likelihood="gaussian": the standard deviation '
-                "of the targets around the true output, like noise_std=0.1."
-            )
+        assert noise_std is not None
         return functools.partial(GaussianAverage, noise_std)
-    if noise_std is not None:
-        raise ValueError(f'noise_std={noise_std} is only for likelihood="gaussian", not {likelihood!r}: leave it out.')
-    if likelihood not in _LOG_PROBS:
-        raise ValueError(f"likelihood={likelihood!r} must be one of {', '.join(map(repr, _LOG_PROBS))}, 'gaussian'.")
-    return functools.partial(ClassAverage, _LOG_PROBS[likelihood])
+    return functools.partial(ClassAverage, LOG_PROBS[likelihood])

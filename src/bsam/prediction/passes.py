@@ -3,52 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from bsam.batch_norm import recalibrate_batch_norm, running_statistics
+from bsam.forward import Forward, OutputModel, inputs_and_labels, moved
 from bsam.posterior.base import Posterior, clean_names, named_parameters
 from bsam.prediction.averages import Average
 
-__all__ = ["Forward", "Passes"]
-
-Forward = Callable[[nn.Module, Any], Any]
-"""How to run a model on the inputs of one batch."""
+__all__ = ["Passes"]
 
 _STACK_BYTES = 256 * 2**20
 """The most memory that the weights of one chunk take, unless `chunk` says otherwise."""
-
-
-class _Model(nn.Module):
-    """The model with `forward` around it, so that weights can be handed to the whole by `functional_call`."""
-
-    def __init__(self, model: nn.Module, forward: Forward | None) -> None:
-        super().__init__()
-        self.model = model
-        self._call = forward or _call
-
-    def forward(self, inputs: Any) -> Tensor:
-        outputs = self._call(self.model, inputs)
-        if isinstance(outputs, Mapping) and "logits" in outputs:
-            outputs = outputs["logits"]
-        outputs = getattr(outputs, "logits", outputs)
-        if not isinstance(outputs, Tensor):
-            raise TypeError(
-                f"the model returned {type(outputs).__name__}: a tensor, or something with .logits, is needed. Write "
-                "forward=lambda model, inputs: ... that returns the tensor."
-            )
-        return outputs
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, list | tuple):
-        return model(*inputs)
-    return model(inputs)
 
 
 class Passes:
@@ -69,16 +39,21 @@ class Passes:
         chunk: int | None,
         vectorise: bool | None,
         device: torch.device,
+        recalibrate: Iterable[Any] | None,
     ) -> None:
-        self._model = _Model(model, forward)
+        self._model = OutputModel(model, forward)
         self._posterior, self._num_samples, self._seed, self._device = posterior, num_samples, seed, device
         sampled = set(posterior.sampled_names) if num_samples else set()
         self._parameters = {name: p for name, p in named_parameters(model).items() if name in sampled}
+        self._tensors: dict[str, Tensor] = dict(self._parameters)  # what a sample is written to
         names = clean_names(name for name, _ in model.named_parameters())
         self._keys = {short: f"model.{name}" for name, short in names.items()}
 
         size = sum(p.numel() * p.element_size() for p in self._parameters.values())
         self._chunk = chunk or max(1, min(num_samples, _STACK_BYTES // max(size, 1)))
+        self._statistics: dict[str, list[Tensor]] = {}  # BatchNorm's, one a sample, where they are estimated anew
+        if recalibrate is not None:
+            self._recalibrate(recalibrate)
         # All samples in one chunk are drawn once and kept; several chunks are drawn again for every batch.
         self._kept = list(self._draw()) if self._parameters and self._chunk >= num_samples else None
 
@@ -120,7 +95,29 @@ class Passes:
                 sample = self._posterior.sample(generator)
                 for name, weights in stack.items():
                     weights[i] = sample[name]
-            yield stack
+            yield stack | {name: torch.stack(each[start : start + count]) for name, each in self._statistics.items()}
+
+    def _recalibrate(self, data: Iterable[Any]) -> None:
+        """Estimate BatchNorm's statistics at the mean, or at each sample: they are then a part of it."""
+        own = {id(layer._buffers[name]) for layer, name in running_statistics(self._model)}
+        buffers = {key: buffer for key, buffer in self._model.named_buffers() if id(buffer) in own}
+
+        def run(batch: Any) -> None:
+            self._model(moved(inputs_and_labels(batch)[0], self._device))
+
+        if not self._parameters:
+            recalibrate_batch_norm(self._model, data, forward=run)
+            return
+        statistics: dict[str, list[Tensor]] = {key: [] for key in buffers}
+        for stack in self._draw():
+            for i in range(_num_samples(stack)):
+                self._write(stack, i)
+                recalibrate_batch_norm(self._model, data, forward=run)
+                for key, buffer in buffers.items():
+                    statistics[key].append(buffer.clone())
+        self._statistics = statistics
+        self._tensors |= buffers
+        self._keys |= {key: key for key in buffers}
 
     def _vmapped(self, stack: dict[str, Tensor], inputs: Any) -> Tensor:
         def run(weights: dict[str, Tensor]) -> Tensor:
@@ -133,10 +130,13 @@ class Passes:
             outputs: Tensor = torch.vmap(run)(stack)
         return outputs
 
-    def _at(self, stack: dict[str, Tensor], i: int, inputs: Any) -> Tensor:
-        for name, weights in stack.items():
-            self._parameters[name].copy_(weights[i])
+    def _write(self, stack: dict[str, Tensor], i: int) -> None:
+        for name, values in stack.items():
+            self._tensors[name].copy_(values[i])
         torch.clear_autocast_cache()  # a surrounding autocast region would go on with the old weights
+
+    def _at(self, stack: dict[str, Tensor], i: int, inputs: Any) -> Tensor:
+        self._write(stack, i)
         outputs: Tensor = self._model(inputs)
         return outputs
 

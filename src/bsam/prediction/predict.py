@@ -22,20 +22,20 @@ import functools
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
 
+from bsam.forward import Forward, batches_of, evaluating, inputs_and_labels, moved
 from bsam.posterior.base import Posterior, preserved
 from bsam.prediction.averages import average_for
-from bsam.prediction.passes import Forward, Passes
+from bsam.prediction.passes import Passes
 from bsam.prediction.results import GaussianPredictions, Predictions
 
-__all__ = ["predict"]
+__all__ = ["at_mean", "check_integer", "collect", "predict", "result_of"]
 
 
 @overload
@@ -51,6 +51,7 @@ def predict(
     likelihood: Literal["categorical", "bernoulli"] = ...,
     forward: Forward | None = ...,
     vectorise: bool | None = ...,
+    recalibrate: Any = ...,
     progress: bool | None = ...,
 ) -> Predictions: ...
 
@@ -69,6 +70,7 @@ def predict(
     batch_size: int = ...,
     forward: Forward | None = ...,
     vectorise: bool | None = ...,
+    recalibrate: Any = ...,
     progress: bool | None = ...,
 ) -> GaussianPredictions: ...
 
@@ -86,6 +88,7 @@ def predict(
     noise_std: float | None = None,
     forward: Forward | None = None,
     vectorise: bool | None = None,
+    recalibrate: Any = None,
     progress: bool | None = None,
 ) -> Predictions | GaussianPredictions:
     """Predict with the average over samples of a posterior.
@@ -114,35 +117,31 @@ def predict(
             tensors must have `.logits` or `["logits"]`.
         vectorise: True: vmap, or an error. False: a loop. None: vmap on an accelerator, unless it fails or differs
             from the loop; a loop on the CPU, where vmap pays for tiny models only.
+        recalibrate: Data, as above, from which BatchNorm's statistics are estimated anew at each sample, as
+            `bsam.recalibrate_batch_norm` does: training data, whose labels are ignored. It is read once a sample,
+            so no generator. None: the posterior's own buffers, which are those of its mean.
         progress: Show a progress bar (if `rich` is installed). None: where stderr is a terminal, after two seconds.
 
     Returns:
         `Predictions`, or `GaussianPredictions` for `likelihood="gaussian"`.
 
-    >>> from bsam.posterior import PointMass
-    >>> model = nn.Linear(4, 3)
-    >>> predict(model, PointMass.from_model(model), torch.randn(5, 4))
-    Predictions(5 examples, 3 classes, no labels, num_samples=32, seed=0, computed_by='mean')
+    Examples:
+        >>> from bsam.posterior import PointMass
+        >>> model = nn.Linear(4, 3)
+        >>> predict(model, PointMass.from_model(model), torch.randn(5, 4))
+        Predictions(5 examples, 3 classes, no labels, num_samples=32, seed=0, computed_by='mean')
     """
-    _check_integer("num_samples", num_samples, 0, "Write 0 to predict with the mean.")
-    _check_integer("batch_size", batch_size, 1)
+    check_integer("num_samples", num_samples, 0, "Write 0 to predict with the mean.")
+    check_integer("batch_size", batch_size, 1)
     if chunk is not None:
-        _check_integer("chunk", chunk, 1, "Write None to choose by memory.")
-    _check_integer("seed", seed, -(2**63))
+        check_integer("chunk", chunk, 1, "Write None to choose by memory.")
+    check_integer("seed", seed, -(2**63))
     start = average_for(likelihood, noise_std)
-    batches = _batches(data, batch_size)
-    posterior.check_fits(model)
-    device = next((t.device for t in chain(model.parameters(), model.buffers())), torch.device("cpu"))
-
-    columns: list[dict[str, Tensor | None]] = []
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng(devices=[]),  # a DataLoader draws its workers' seed from the global generator
-        preserved(model),
-        _evaluating(model),
-        _progress(batches, progress) as advance,
-    ):
-        posterior.write_mean(model)
+    batches = batches_of(data, batch_size)
+    calibration = None if recalibrate is None else batches_of(recalibrate, batch_size)
+    if isinstance(calibration, Iterator):
+        raise TypeError("recalibrate is a generator, but is read once a sample: give a list or a DataLoader.")
+    with at_mean(model, posterior) as device, _progress(batches, progress) as advance:
         passes = Passes(
             model,
             posterior.to(device),
@@ -152,38 +151,59 @@ def predict(
             chunk=chunk,
             vectorise=vectorise,
             device=device,
+            recalibrate=calibration,
         )
-        labelled: bool | None = None
-        for i, batch in enumerate(batches):
-            inputs, labels = _inputs_and_labels(batch)
-            if labelled is not None and labelled != (labels is not None):
-                raise ValueError(f"batch {i} has {'no ' if labelled else ''}labels, unlike those before: all or none.")
-            labelled = labels is not None
-            columns.append(passes.average(_moved(inputs, device), functools.partial(start, labels)))
-            advance()
-    if not columns:
-        raise ValueError("data has no batches: there is nothing to predict. Was it a generator that was read before?")
 
-    rows: dict[str, Any] = {}
-    for name in columns[0]:
-        parts = [part for batch in columns if (part := batch[name]) is not None]
-        rows[name] = torch.cat(parts) if parts else None
-    if noise_std is not None:
-        rows["noise_std"] = float(noise_std)
-    result = GaussianPredictions if likelihood == "gaussian" else Predictions
-    return result(**rows, num_samples=num_samples, seed=seed, computed_by=passes.computed_by)
+        def average(inputs: Any, labels: Any) -> dict[str, Tensor | None]:
+            columns = passes.average(inputs, functools.partial(start, labels))
+            advance()
+            return columns
+
+        rows = collect(batches, device, average)
+    return result_of(rows, noise_std, num_samples=num_samples, seed=seed, computed_by=passes.computed_by)
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for the time of the block; afterwards each layer has its own mode again."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+def at_mean(model: nn.Module, posterior: Posterior) -> Iterator[torch.device]:
+    """The posterior's mean in `model`, in evaluation mode; all is as it was when the block ends. Gives the device."""
+    posterior.check_fits(model)
+    device = next((t.device for t in chain(model.parameters(), model.buffers())), torch.device("cpu"))
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),  # a DataLoader draws its workers' seed from the global generator
+        preserved(model),
+        evaluating(model),
+    ):
+        posterior.write_mean(model)
+        yield device
+
+
+def collect(
+    batches: Iterable[Any], device: torch.device, columns_of: Callable[[Any, Any], dict[str, Tensor | None]]
+) -> dict[str, Tensor | None]:
+    """What `columns_of(inputs, labels)` gives for each batch, as one column of all examples each."""
+    columns: list[dict[str, Tensor | None]] = []
+    labelled: bool | None = None
+    for i, batch in enumerate(batches):
+        inputs, labels = inputs_and_labels(batch)
+        if labelled is not None and labelled != (labels is not None):
+            raise ValueError(f"batch {i} has {'no ' if labelled else ''}labels, unlike those before: all or none.")
+        labelled = labels is not None
+        columns.append(columns_of(moved(inputs, device), labels))
+    if not columns:
+        raise ValueError("data has no batches: there is nothing to predict. Was it a generator that was read before?")
+    rows: dict[str, Tensor | None] = {}
+    for name in columns[0]:
+        parts = [part for batch in columns if (part := batch[name]) is not None]
+        rows[name] = torch.cat(parts) if parts else None
+    return rows
+
+
+def result_of(rows: dict[str, Any], noise_std: float | None, **settings: Any) -> Predictions | GaussianPredictions:
+    """The columns as what `predict` returns; `noise_std` is None for classes."""
+    if noise_std is None:
+        return Predictions(**rows, **settings)
+    return GaussianPredictions(**rows, noise_std=float(noise_std), **settings)
 
 
 @contextlib.contextmanager
@@ -219,53 +239,7 @@ def _length(batches: Iterable[Any]) -> int | None:
         return None
 
 
-def _check_integer(name: str, value: Any, least: int, hint: str = "") -> None:
+def check_integer(name: str, value: Any, least: int, hint: str = "") -> None:
+    """Accept integers of 64 bits that are not below `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
         raise ValueError(f"{name}={value!r} must be an integer >= {least}. {hint}".rstrip())
-
-
-def _batches(data: Any, batch_size: int) -> Iterable[Any]:
-    """The batches of `data`; only tensors are cut here."""
-    tensors = data if isinstance(data, tuple) else (data,)
-    if any(isinstance(part, Tensor) and len(part) == 0 for part in tensors):
-        raise ValueError("data is empty: there is nothing to predict.")
-    if isinstance(data, Tensor):
-        return torch.split(data, batch_size)
-    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
-        inputs, labels = data
-        if len(inputs) != len(labels):
-            raise ValueError(f"data has {len(inputs)} inputs and {len(labels)} labels: one label an input is needed.")
-        return list(zip(torch.split(inputs, batch_size), torch.split(labels, batch_size), strict=True))
-    if isinstance(data, Mapping):
-        raise TypeError("data is a dictionary, which is one batch: write [data], or a DataLoader of such batches.")
-    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        raise TypeError(
-            "data is a Dataset of single examples: write torch.utils.data.DataLoader(data, batch_size=512)."
-        )
-    if not isinstance(data, Iterable):
-        raise TypeError(f"data is of type {type(data).__name__}: a tensor, (inputs, labels) or batches are needed.")
-    return data
-
-
-def _inputs_and_labels(batch: Any) -> tuple[Any, Any]:
-    """The two parts of a batch; labels are None where there are none."""
-    if isinstance(batch, Mapping):
-        inputs = dict(batch)
-        key = "labels" if "labels" in inputs else "label"
-        return inputs, inputs.pop(key, None)
-    if isinstance(batch, list | tuple):
-        if len(batch) not in (1, 2):
-            raise ValueError(
-                f"a batch has {len(batch)} parts: (inputs, labels) or (inputs,) are understood. Several inputs go "
-                "into a tuple or dictionary of their own: ((a, b), labels)."
-            )
-        return batch[0], batch[1] if len(batch) == 2 else None
-    return batch, None
-
-
-def _moved(tree: Any, device: torch.device) -> Any:
-    if isinstance(tree, Mapping):
-        return {key: _moved(value, device) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return tuple(_moved(value, device) for value in tree)
-    return tree.to(device) if hasattr(tree, "to") else tree

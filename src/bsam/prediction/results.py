@@ -51,10 +51,10 @@ class Predictions(_Saved):
     labels: Tensor | None
     """(n,), or None if the data had none."""
     num_samples: int
-    """0: the mean of the posterior predicted."""
+    """0: none. The mean of the posterior predicted, or, if linearised, an integral replaced them."""
     seed: int
     computed_by: str = ""
-    """`"vmap"`, `"loop"` (with the reason, if vmap failed) or `"mean"`."""
+    """`"vmap"`, `"loop"` (with the reason, if vmap failed), `"mean"` or `"linearised"`."""
 
     kind: ClassVar[str] = "classes"
 
@@ -105,10 +105,10 @@ class GaussianPredictions(_Saved):
     log_density: Tensor | None
     """The log-density of the mixture at each target, (n,), summed over the D outputs of an example."""
     num_samples: int
-    """0: the mean of the posterior predicted."""
+    """0: none. The mean of the posterior predicted, or, if linearised, an integral replaced them."""
     seed: int
     computed_by: str = ""
-    """`"vmap"`, `"loop"` (with the reason, if vmap failed) or `"mean"`."""
+    """`"vmap"`, `"loop"` (with the reason, if vmap failed), `"mean"` or `"linearised"`."""
 
     kind: ClassVar[str] = "gaussian"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 
 import bsam
+from bsam.experiments.config import Config
 from bsam.experiments.demo import Map, cells
+from bsam.experiments.methods import METHODS
 from bsam.experiments.report.svg import draw_svg
-from bsam.experiments.training import METHODS
 
 __all__ = ["write_demo_page"]
 
@@ -33,14 +35,21 @@ def write_demo_page(
     page = template.render(
         rows=cells(record),
         record=record,
-        num_seeds=record["settings"]["seeds"],
         reliability=[(METHODS[method], _reliability(method, p)) for method, p in predictions.items()],
         moons=[(METHODS[method], _moons(method, m), _far_certainty(m)) for method, m in maps.items()],
-        settings=[(METHODS[method], options) for method, options in record["settings"]["methods"].items()],
+        settings=[(METHODS[method], _settings(result["config"])) for method, result in record["methods"].items()],
+        num_samples=record["methods"]["bsam"]["config"]["num_samples"],
     )
     path = folder / "index.html"
     path.write_text(page)
     return path
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """What distinguishes one method's settings from another's."""
+    names = ("lr", "prior_precision", "rho", "damping", "splits", "beta2", "swag_lr")
+    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
+    return {name: config[name] for name in names if config[name] != defaults[name]}
 
 
 def _reliability(method: str, predictions: bsam.Predictions) -> Markup:

@@ -1,0 +1,110 @@
+"""Batches, made on the device the data is on.
+
+An epoch's order and augmentation are functions of (seed, epoch) alone: they are drawn on the CPU when it starts, so
+that they are the same on every device, and any batch of it can be made without those before it.
+
+Augmentation is what torchvision's RandomCrop(size, padding=4) and RandomHorizontalFlip() do before normalisation: the
+raw image is padded with zeros (black), a window of its size is cut out, and every second one is mirrored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from bsam.experiments.data.embedded import Labelled
+from bsam.experiments.data.loading import Dataset
+
+__all__ = ["crop_and_flip", "epoch_batches", "plain_batches"]
+
+PADDING = 4
+
+
+def epoch_batches(
+    dataset: Dataset,
+    batch_size: int,
+    *,
+    seed: int,
+    epoch: int,
+    augment: bool = False,
+    drop_last: bool = False,
+    start_batch: int = 0,
+) -> Iterator[Labelled]:
+    """The normalised batches of one epoch of training.
+
+    Args:
+        dataset: The data.
+        batch_size: Examples a batch.
+        seed: The run's seed.
+        epoch: Which epoch; with `seed` it decides order and augmentation.
+        augment: Crop and mirror at random.
+        drop_last: Leave out a last batch that is smaller than the others.
+        start_batch: Begin with this batch, counted from 0, to go on in the middle of an epoch.
+    """
+    images, labels = dataset.train
+    _check_batch_size(batch_size)
+    num_batches = len(images) // batch_size if drop_last else -(-len(images) // batch_size)
+    if num_batches == 0:
+        raise ValueError(f"batch_size={batch_size} with drop_last leaves no batch of {len(images)} examples.")
+    if not 0 <= start_batch <= num_batches:
+        raise ValueError(f"start_batch={start_batch} must be from 0 to {num_batches}, the batches of an epoch.")
+    if augment and len(dataset.image_shape) != 3:
+        raise ValueError(f"{dataset.info.name} cannot be augmented: it holds no images.")
+
+    digest = hashlib.blake2b(struct.pack("<2q", seed, epoch), digest_size=8, person=b"batches").digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+    order = torch.randperm(len(images), generator=generator)
+    shifts = torch.randint(-PADDING, PADDING + 1, (2, len(images)), generator=generator)
+    mirrored = torch.randint(2, (len(images),), generator=generator)
+    order, (down, right), mirrored = (t.to(dataset.device) for t in (order, shifts, mirrored))
+
+    def batches() -> Iterator[Labelled]:
+        for k in range(start_batch, num_batches):
+            part = slice(k * batch_size, (k + 1) * batch_size)
+            index = order[part]
+            x = crop_and_flip(images, index, down[part], right[part], mirrored[part]) if augment else images[index]
+            yield dataset.normalise(x), labels[index]
+
+    return batches()
+
+
+def crop_and_flip(images: Tensor, index: Tensor, down: Tensor, right: Tensor, mirrored: Tensor) -> Tensor:
+    """Pick images, each seen through a window that is moved, and mirrored where that is not 0; zeros outside.
+
+    Args:
+        images: (n, channels, height, width).
+        index: Which images; the other arguments have the same length.
+        down: How many pixels the window moves down, or up if negative.
+        right: How many pixels the window moves to the right.
+        mirrored: Whether the window is mirrored left to right, after it was moved.
+    """
+    _, channels, height, width = images.shape
+    channel, row, column = (torch.arange(size, device=images.device) for size in (channels, height, width))
+    column = torch.where(mirrored[:, None] != 0, width - 1 - column, column)
+    row, column = row + down[:, None], column + right[:, None]
+    inside = ((row >= 0) & (row < height))[:, None, :, None] & ((column >= 0) & (column < width))[:, None, None, :]
+    row, column = row.clamp(0, height - 1), column.clamp(0, width - 1)
+    picked = images[index[:, None, None, None], channel[:, None, None], row[:, None, :, None], column[:, None, None, :]]
+    return picked * inside
+
+
+def plain_batches(dataset: Dataset, part: str = "test", batch_size: int = 512) -> Iterator[Labelled]:
+    """The normalised batches of a part of the data ("train", "validation" or "test"), in order and as they are."""
+    parts = {"train": dataset.train, "validation": dataset.validation, "test": dataset.test}
+    if part not in parts:
+        raise ValueError(f"part={part!r} must be one of {', '.join(parts)}.")
+    _check_batch_size(batch_size)
+    images, labels = parts[part]
+    if len(images) == 0:
+        raise ValueError(f"the {part} part of {dataset.info.name} is empty: load it with validation=1000, say.")
+    slices = (slice(start, start + batch_size) for start in range(0, len(images), batch_size))
+    return ((dataset.normalise(images[rows]), labels[rows]) for rows in slices)
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be at least 1.")

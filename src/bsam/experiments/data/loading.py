@@ -1,0 +1,141 @@
+"""Data sets as tensors on the device that trains on them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bsam.experiments.data.download import data_folder, fetch
+from bsam.experiments.data.embedded import Labelled, digits, two_moons
+from bsam.experiments.data.formats import Arrays, read_cifar, read_mnist, read_tiny_imagenet
+from bsam.experiments.data.table import DATASETS, DatasetInfo
+
+__all__ = ["Dataset", "load"]
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A data set on a device: raw images (n, channels, height, width) in uint8, and labels in int64."""
+
+    info: DatasetInfo
+    train: Labelled
+    validation: Labelled
+    """Held out of the training set; may be empty."""
+    test: Labelled
+    mean: Tensor
+    """Shaped to be subtracted from a batch."""
+    std: Tensor
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are."""
+        return self.info.num_classes
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """The shape of one input."""
+        return self.info.image_shape
+
+    @property
+    def num_train(self) -> int:
+        """How many examples there are to train on, without those held out."""
+        return len(self.train[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.train[0].device
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Raw images as a network sees them: float32, scaled to [0, 1], minus mean, by standard deviation."""
+        return images.to(torch.float32, copy=True).div_(self.info.scale).sub_(self.mean).div_(self.std)
+
+
+def load(
+    name: str,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    download: bool = True,
+    validation: int = 0,
+) -> Dataset:
+    """Load a data set; every file that is read is checked.
+
+    Args:
+        name: One of `DATASETS`.
+        folder: Where the data sets lie, as torchvision puts them. By default what the environment variable BSAM_DATA
+            says, else a cache of the user's.
+        device: Where the tensors shall be.
+        download: Download what is not there. Data that is there is never replaced: if it is wrong, that is an error.
+        validation: How many training examples are held out; which ones is the same in every run.
+
+    Raises:
+        FileNotFoundError: A file is missing, and `download` is False.
+        ValueError: A file is damaged or not the official one.
+        ConnectionError: A file is missing and cannot be downloaded.
+
+    Examples:
+        >>> data = load("digits", validation=97)
+        >>> data.train[0].shape, data.train[0].dtype
+        (torch.Size([900, 1, 8, 8]), torch.uint8)
+    """
+    if name not in DATASETS:
+        raise ValueError(f"there is no data set {name!r}. There are: {', '.join(DATASETS)}.")
+    info = DATASETS[name]
+    if not 0 <= validation < info.num_train:
+        raise ValueError(f"validation={validation} must be from 0 to {info.num_train - 1}, to leave some to train on.")
+    root = data_folder(folder) if info.urls else Path()
+    if download:
+        fetch(info, root)
+    train, test = ((torch.from_numpy(images), torch.from_numpy(labels)) for images, labels in READERS[name](info, root))
+    order = torch.randperm(info.num_train, generator=torch.Generator().manual_seed(0))
+    chosen, kept = order[:validation], order[validation:].sort().values
+    parts = {"train": _take(train, kept) if validation else train, "validation": _take(train, chosen), "test": test}
+    mean, std = (torch.tensor(values).view(-1, *[1] * (len(info.image_shape) - 1)) for values in (info.mean, info.std))
+    return Dataset(
+        info,
+        **{part: (x.to(device), y.to(device)) for part, (x, y) in parts.items()},
+        mean=mean.to(device),
+        std=std.to(device),
+    )
+
+
+def _take(data: Labelled, index: Tensor) -> Labelled:
+    return data[0][index], data[1][index]
+
+
+def _read_digits(info: DatasetInfo, folder: Path) -> tuple[Arrays, Arrays]:
+    """The digits of `digits()`: its training and validation parts to train on, and its test part."""
+    split = digits(info.num_train, 0)
+
+    def raw(part: Labelled) -> Arrays:
+        return (part[0] * info.scale).to(torch.uint8).view(-1, *info.image_shape).numpy(), part[1].numpy()
+
+    return raw(split.train), raw(split.test)
+
+
+def _read_moons(info: DatasetInfo, folder: Path) -> tuple[Arrays, Arrays]:
+    """The points of `two_moons()`, and a test set drawn with another seed."""
+
+    def arrays(part: Labelled) -> Arrays:
+        return part[0].numpy(), part[1].numpy().astype(np.int64)
+
+    return arrays(two_moons(info.num_train)), arrays(two_moons(info.num_test, seed=1))
+
+
+READERS: dict[str, Callable[[DatasetInfo, Path], tuple[Arrays, Arrays]]] = {
+    "mnist": read_mnist,
+    "fashionmnist": read_mnist,
+    "cifar10": read_cifar,
+    "cifar100": read_cifar,
+    "tinyimagenet": read_tiny_imagenet,
+    "digits": _read_digits,
+    "moons": _read_moons,
+}
+"""What reads a data set's training and test part from the data folder."""

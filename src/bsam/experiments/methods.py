@@ -1,0 +1,72 @@
+"""The optimizer of each method, from the settings of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import bsam
+from bsam.experiments.config import Config
+
+__all__ = ["METHODS", "make_optimizer", "predict"]
+
+METHODS = {
+    "sgd": "SGD",
+    "sam-sgd": "SAM-SGD",
+    "laplace": "SAM + Laplace",
+    "swag": "SWAG",
+    "vogn": "VOGN",
+    "adam": "Adam",
+    "sam-adam": "SAM-Adam",
+    "bsam": "bSAM",
+}
+"""Name of a method in settings, and in tables, in the order of the paper's tables."""
+
+
+def make_optimizer(config: Config, model: nn.Module, num_data: int, *, seed: int) -> Optimizer:
+    """The optimizer; for methods without a prior, prior_precision / num_data is the weight decay."""
+    decay = config.prior_precision / num_data
+    sgd: dict[str, Any] = {"lr": config.lr, "momentum": config.beta1, "weight_decay": decay}
+    adam: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "weight_decay": decay}
+    shared: dict[str, Any] = {"splits": config.splits, "max_grad_norm": config.max_grad_norm, "module": model}
+    bayes: dict[str, Any] = {
+        "lr": config.lr,
+        "num_data": num_data,
+        "augmentation_factor": config.augmentation_factor,
+        "prior_precision": config.prior_precision,
+        "betas": (config.beta1, config.beta2),
+        "damping": config.damping,
+        "seed": seed,
+    }
+    match config.method:
+        case "sgd" | "swag":
+            return torch.optim.SGD(model.parameters(), **sgd)
+        case "adam":
+            return torch.optim.Adam(model.parameters(), **adam)
+        case "sam-sgd" | "laplace":
+            return bsam.SAM(model.parameters(), torch.optim.SGD, rho=config.rho, **shared, **sgd)
+        case "sam-adam":
+            return bsam.SAM(model.parameters(), torch.optim.Adam, rho=config.rho, **shared, **adam)
+        case "vogn":
+            return bsam.VOGN(model.parameters(), **shared, **bayes)
+        case "bsam":
+            return bsam.BSAM(
+                model.parameters(),
+                rho=config.rho,
+                curvature=config.curvature,
+                sample_noise=config.sample_noise,
+                **shared,
+                **bayes,
+            )
+
+
+def predict(
+    config: Config, model: nn.Module, posterior: bsam.Posterior, data: Any, *, num_samples: int, seed: int = 0
+) -> bsam.Predictions:
+    """What a method predicts: the average over samples, or, at a Laplace approximation, the linearised model's."""
+    if config.method == "laplace" and num_samples and isinstance(posterior, bsam.DiagonalGaussian):
+        return bsam.predict_linearised(model, posterior, data, seed=seed)
+    return bsam.predict(model, posterior, data, num_samples=num_samples, seed=seed, progress=False)

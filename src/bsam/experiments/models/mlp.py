@@ -1,0 +1,37 @@
+"""Fully connected networks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import nn
+
+from bsam.experiments.models.layers import LECUN, AppendZero, initialise
+
+__all__ = ["mlp"]
+
+
+def mlp(
+    hidden: tuple[int, ...], num_classes: int, image_shape: tuple[int, ...], generator: torch.Generator | None = None
+) -> nn.Sequential:
+    """A fully connected network with ReLU between its layers.
+
+    Möllenhoff and Khan (2023) print 784-500-300-9 with ReLU for MNIST (appendix G.1) and 2-24-12-12-1 for two moons
+    (appendix F.2). Their code differs (ELU, initial biases of .05 and 10 outputs for MNIST, another network for two
+    moons): these are as printed, with initial weights `LECUN` and biases 0, of which the paper says nothing. With two
+    classes the one learned logit is that of class 0.
+
+    Args:
+        hidden: The sizes of the hidden layers.
+        num_classes: How many logits it returns.
+        image_shape: The shape of one input, which is flattened.
+        generator: Of the initial weights; None is torch's global one.
+    """
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in itertools.pairwise((math.prod(image_shape), *hidden)):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(hidden[-1], num_classes - 1), AppendZero())
+    initialise(model, LECUN, generator)
+    return model

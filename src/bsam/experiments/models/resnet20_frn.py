@@ -1,0 +1,110 @@
+"""ResNet-20 with filter response normalisation: no statistics over the batch, so it can be vmapped over weights."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, nn
+
+from bsam.experiments.models.layers import HE, AppendZero, image_size, initialise
+
+__all__ = ["FilterResponseNorm", "resnet20_frn"]
+
+
+class FilterResponseNorm(nn.Module):
+    """Filter response normalisation with its thresholded linear unit, for inputs (batch, channels, height, width).
+
+    Singh and Krishnan (2020), "Filter Response Normalization Layer", CVPR, section 3.1. With the mean taken over the
+    pixels of one channel of one example,
+
+        nu2 = mean(x^2)
+        y = gamma * x / sqrt(nu2 + eps) + beta
+        z = max(y, tau)
+
+    All is computed in float32, or float64 for such inputs, and returned in the input's type: a square overflows in
+    float16, and bfloat16 would leave two digits of the mean.
+
+    Args:
+        channels: Each has its own gamma (1 at the start), beta and tau (0).
+        eps: Keeps the root away from 0. It is not learned: the paper does so only where a channel has a single pixel.
+    """
+
+    def __init__(self, channels: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.gamma = nn.Parameter(torch.ones(channels))
+        self.beta = nn.Parameter(torch.zeros(channels))
+        self.tau = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The normalised and thresholded inputs."""
+        gamma, beta, tau = (p[:, None, None] for p in (self.gamma, self.beta, self.tau))
+        x = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
+        nu2 = x.square().mean(dim=(-2, -1), keepdim=True)
+        y = gamma * (x * torch.rsqrt(nu2 + self.eps)) + beta
+        return torch.maximum(y, tau).to(inputs.dtype)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows."""
+        return f"{len(self.gamma)}, eps={self.eps}"
+
+
+def conv_frn(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
+    """A convolution with bias, and its normalisation and activation."""
+    conv = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2)
+    return nn.Sequential(OrderedDict(conv=conv, norm=FilterResponseNorm(outputs)))
+
+
+class Block(nn.Module):
+    """Two convolutions, and a shortcut around them that is a 1x1 convolution where the shape changes.
+
+    With twice the channels, the image has half the height and width.
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        stride = outputs // inputs
+        self.residual = nn.Sequential(conv_frn(inputs, outputs, 3, stride), conv_frn(outputs, outputs, 3))
+        self.shortcut = nn.Identity() if inputs == outputs else conv_frn(inputs, outputs, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum of both ways; no activation follows it."""
+        out: Tensor = self.residual(x) + self.shortcut(x)
+        return out
+
+
+def resnet20_frn(
+    num_classes: int, image_shape: tuple[int, ...], generator: torch.Generator | None = None
+) -> nn.Sequential:
+    """ResNet-20 with filter response normalisation in place of BatchNorm and ReLU.
+
+    He, Zhang, Ren and Sun (2016), "Deep Residual Learning for Image Recognition", CVPR, section 4.2: three stages of
+    three blocks with 16, 32 and 64 channels. Möllenhoff and Khan (2023), appendix G.1, say that they take its
+    normalisation from Izmailov et al. (2021), "What Are Bayesian Neural Network Posteriors Really Like?", ICML. The
+    rest is as in the authors' code: convolutions have biases; each one, the second of a block and the shortcut's
+    included, is followed by `FilterResponseNorm` with a threshold of its own, and nothing follows the addition; the
+    average is over 8 x 8 pixels, so that a 64 x 64 image has 4 x 64 features. The initial weights are `HE`, biases 0.
+
+    Args:
+        num_classes: How many logits it returns.
+        image_shape: (channels, height, width), at least 29 x 29 pixels.
+        generator: Of the initial weights; None is torch's global one.
+    """
+    channels, height, width = image_size("resnet20_frn", image_shape, smallest=29)
+    blocks: list[nn.Module] = []
+    for inputs, outputs in ((16, 16), (16, 32), (32, 64)):
+        blocks += [Block(inputs, outputs), Block(outputs, outputs), Block(outputs, outputs)]
+    num_features = 64 * (-(-height // 4) // 8) * (-(-width // 4) // 8)  # two strides of 2 round up, the pool down
+    model = nn.Sequential(
+        OrderedDict(
+            stem=conv_frn(channels, 16, 3),
+            blocks=nn.Sequential(*blocks),
+            pool=nn.AvgPool2d(8),
+            flatten=nn.Flatten(),
+            head=nn.Linear(num_features, num_classes - 1),
+            append_zero=AppendZero(),
+        )
+    )
+    initialise(model, HE, generator)
+    return model

@@ -1,0 +1,193 @@
+"""A run in a folder: it survives Ctrl-C, a kill, a full disk, and goes on exactly where it was.
+
+config.toml               the settings, with preset and seed
+log.jsonl                 one line an epoch
+checkpoint.safetensors    everything to go on with
+posterior.safetensors     what was learned, once the run is done
+record.json               settings, code, packages, device, seconds, and metrics once evaluated
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import signal
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
+from bsam.experiments.config import Config, from_mapping, to_toml
+from bsam.experiments.data import load
+from bsam.experiments.record import environment, write_json
+from bsam.experiments.trainer import Trainer
+
+__all__ = ["Run", "RunInterruptedError", "choose_device"]
+
+
+class RunInterruptedError(Exception):
+    """A signal asked the run to stop; it was saved."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}; saved. Go on with: bsam train --resume {folder}")
+        self.number = number
+
+
+def choose_device(name: str | None = None) -> torch.device:
+    """The device to train on: the one named, or the accelerator if there is one, or the CPU."""
+    if name is not None:
+        return torch.device(name)
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+class Run:
+    """A run and its folder.
+
+    Args:
+        folder: Where its files are.
+        config: Its settings.
+        seed: Its seed.
+        preset: The name its settings came under.
+        device: Where to train; chosen by itself if None.
+        data: Folder of the data sets, see `bsam.experiments.data.load`.
+    """
+
+    def __init__(
+        self, folder: Path, config: Config, seed: int, *, preset: str, device: str | None, data: Path | None
+    ) -> None:
+        self.folder, self.config, self.seed, self.preset = folder, config, seed, preset
+        self.device = choose_device(device)
+        dataset = load(config.dataset, data, device=self.device, validation=config.validation)
+        self.trainer = Trainer(config, dataset, seed=seed)
+
+    @classmethod
+    def start(
+        cls,
+        folder: Path,
+        config: Config,
+        seed: int,
+        *,
+        preset: str,
+        device: str | None = None,
+        data: Path | None = None,
+    ) -> Run:
+        """A new run; refuses a folder that holds one."""
+        if (folder / "config.toml").exists():
+            raise FileExistsError(
+                f"{folder} holds a run already: go on with `bsam train --resume {folder}`, or choose another --out."
+            )
+        run = cls(folder, config, seed, preset=preset, device=device, data=data)
+        folder.mkdir(parents=True, exist_ok=True)
+        head = f"preset = {json.dumps(preset)}\nseed = {seed}\n\n[config]\n"
+        (folder / "config.toml").write_text(head + to_toml(config))
+        return run
+
+    @classmethod
+    def resume(cls, folder: Path, *, device: str | None = None, data: Path | None = None) -> Run:
+        """The run in `folder`, at its last checkpoint, or at its beginning if there is none."""
+        path = folder / "config.toml"
+        if not path.is_file():
+            raise FileNotFoundError(f"{folder} holds no run: there is no {path}.")
+        content = tomllib.loads(path.read_text())
+        config = from_mapping(content["config"])
+        run = cls(folder, config, content["seed"], preset=content["preset"], device=device, data=data)
+        if run.checkpoint.exists():
+            state = load_checkpoint(run.checkpoint)
+            if from_mapping(state["config"]) != config or state["seed"] != run.seed:
+                raise ValueError(f"{run.checkpoint} belongs to other settings than {path}: one of them was changed.")
+            run.trainer.load_state(state)
+        return run
+
+    @property
+    def checkpoint(self) -> Path:
+        """The file to go on from."""
+        return self.folder / "checkpoint.safetensors"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last epoch is done."""
+        return self.trainer.epoch >= self.config.total_epochs
+
+    def train(
+        self,
+        *,
+        every_minutes: float = 5.0,
+        every_epochs: int | None = None,
+        on_step: Callable[[Trainer], None] = lambda trainer: None,
+    ) -> None:
+        """Train to the end, saving on the way; then write posterior and record.
+
+        Args:
+            every_minutes: Time between two checkpoints.
+            every_epochs: Also save after each so many epochs.
+            on_step: Called after each step, and after each epoch.
+
+        Raises:
+            RunInterruptedError: SIGINT or SIGTERM arrived; the run is saved.
+        """
+        trainer = self.trainer
+        self._write_log()  # drops lines of epochs after the checkpoint, which will be trained again
+        saved = time.monotonic()
+        with _signals_kept() as arrived:
+            for _ in trainer.steps():
+                on_step(trainer)
+                epoch_done = trainer.batch == 0
+                if epoch_done:
+                    self._write_log()
+                due = time.monotonic() - saved > 60 * every_minutes
+                due |= epoch_done and every_epochs is not None and trainer.epoch % every_epochs == 0
+                if due or arrived:
+                    self.save()
+                    saved = time.monotonic()
+                if arrived:
+                    raise RunInterruptedError(self.folder, arrived[0])
+            self.save()  # a signal from here on comes too late: what is left takes no time
+            trainer.posterior().save(self.folder / "posterior.safetensors")
+            self._write_record()
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        save_checkpoint(self.checkpoint, self.trainer.state())
+
+    def _write_log(self) -> None:
+        lines = [json.dumps(entry) + "\n" for entry in self.trainer.log]
+        (self.folder / "log.jsonl").write_text("".join(lines))
+
+    def _write_record(self) -> None:
+        record = {
+            "preset": self.preset,
+            "seed": self.seed,
+            "config": dataclasses.asdict(self.config),
+            "seconds": round(self.trainer.seconds, 2),
+            "final_loss": self.trainer.log[-1]["loss"],
+            "environment": environment(self.device),
+            "evaluations": {},
+        }
+        write_json(self.folder / "record.json", record)
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[list[int]]:
+    """Keep SIGINT and SIGTERM in a list instead of stopping in the middle of a step; a second one stops at once."""
+    arrived: list[int] = []
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        if arrived:
+            raise KeyboardInterrupt
+        arrived.append(number)
+
+    try:
+        previous = {number: signal.signal(number, keep) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: signals go elsewhere
+        yield arrived
+        return
+    try:
+        yield arrived
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

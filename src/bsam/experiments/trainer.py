@@ -1,0 +1,161 @@
+"""Training in memory: one loop for all methods, that can stop after any step and go on exactly there.
+
+Nothing in it depends on anything but (config, seed, epoch, batch) and the state it hands out: batches and augmentation
+are drawn from (seed, epoch), the learning rate is a function of the epoch, noise is a function of the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import bsam
+from bsam.experiments.config import Config
+from bsam.experiments.data import Dataset, epoch_batches, plain_batches
+from bsam.experiments.methods import make_optimizer
+from bsam.experiments.models import make_model
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """A run: model, optimizer, and how far it is.
+
+    Args:
+        config: The settings.
+        dataset: The data, on the device to train on.
+        seed: Decides initial weights, order of the data, augmentation and noise.
+    """
+
+    def __init__(self, config: Config, dataset: Dataset, *, seed: int) -> None:
+        self.config, self.dataset, self.seed = config, dataset, seed
+        model = make_model(
+            config.model, num_classes=dataset.num_classes, image_shape=dataset.image_shape, seed=seed
+        ).to(dataset.device)
+        self.model = model.to(memory_format=torch.channels_last) if config.channels_last else model  # type: ignore[call-overload]
+        self.optimizer = make_optimizer(config, self.model, dataset.num_train, seed=seed)
+        self.collector = (
+            bsam.SWAG(self.model, rank=config.swag_rank, interval=config.swag_interval)
+            if config.method == "swag"
+            else None
+        )
+        self.epoch = 0
+        self.batch = 0
+        """Batches of the present epoch that are done."""
+        self.seconds = 0.0
+        self.log: list[dict[str, float]] = []
+        """One entry for each finished epoch."""
+        self._reset_sums()
+
+    # ------------------------------------------------------------------ the loop
+
+    def steps(self) -> Iterator[None]:
+        """Train to the end; yields after each step, when it may be saved or left."""
+        while self.epoch < self.config.total_epochs:
+            self._set_rates()
+            self.model.train()
+            begin = time.perf_counter()
+            batches = epoch_batches(
+                self.dataset,
+                self.config.batch_size,
+                seed=self.seed,
+                epoch=self.epoch,
+                augment=self.config.augment,
+                drop_last=self.config.drop_last,
+                start_batch=self.batch,
+            )
+            for x, y in batches:
+                self._step(x, y)
+                self.batch += 1
+                self.seconds += time.perf_counter() - begin
+                yield
+                begin = time.perf_counter()
+            self._finish_epoch()
+            yield
+
+    def _step(self, x: Tensor, y: Tensor) -> None:
+        if self.config.channels_last and x.dim() == 4:
+            x = x.to(memory_format=torch.channels_last)
+        if isinstance(self.optimizer, bsam.BSAM | bsam.SAM | bsam.VOGN):
+            loss = self.optimizer.step(self._loss, x, y)
+        else:
+            self.optimizer.zero_grad()
+            loss = self._loss(x, y)
+            torch.autograd.backward(loss)
+            self.optimizer.step()
+        if self.collector is not None and self.epoch >= self.config.epochs:
+            self.collector.step()
+        self._loss_sum += loss.detach() * len(x)
+        self._examples += len(x)
+
+    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+        autocast = self.config.precision == "bfloat16"
+        with torch.autocast(x.device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
+            logits = self.model(x)
+        return F.cross_entropy(logits.float(), y)
+
+    def _set_rates(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate(self.epoch)
+            if self.epoch >= self.config.epochs:
+                group["momentum"] = self.config.swag_momentum
+
+    def _finish_epoch(self) -> None:
+        loss = float(self._loss_sum) / max(self._examples, 1)
+        rate = self.config.learning_rate(self.epoch)
+        self.log.append({"epoch": self.epoch + 1, "loss": loss, "lr": rate, "seconds": round(self.seconds, 3)})
+        self.epoch, self.batch = self.epoch + 1, 0
+        self._reset_sums()
+
+    def _reset_sums(self) -> None:
+        self._loss_sum = torch.zeros((), device=self.dataset.device)
+        self._examples = 0
+
+    # ------------------------------------------------------------------ after it, and in between
+
+    def posterior(self) -> bsam.Posterior:
+        """What was learned about the weights."""
+        if self.config.method == "laplace":
+            train = plain_batches(self.dataset, "train")
+            return bsam.laplace(self.model, "categorical", train, prior_precision=self.config.prior_precision)
+        if self.collector is not None:
+            return self.collector.posterior()
+        if isinstance(self.optimizer, bsam.BSAM | bsam.SAM | bsam.VOGN):
+            return self.optimizer.posterior(self.model)
+        return bsam.PointMass.from_model(self.model)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that is needed to go on exactly here."""
+        return {
+            "config": dataclasses.asdict(self.config),
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "seconds": self.seconds,
+            "log": self.log,
+            "loss_sum": self._loss_sum,
+            "examples": self._examples,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "collector": None if self.collector is None else self.collector.state_dict(),
+            "generator": torch.get_rng_state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go where `state` was taken."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.collector is not None:
+            self.collector.load_state_dict(state["collector"])
+        torch.set_rng_state(state["generator"])
+        self.epoch, self.batch, self.seconds = state["epoch"], state["batch"], state["seconds"]
+        self.log = list(state["log"])
+        self._loss_sum = state["loss_sum"].to(self.dataset.device)
+        self._examples = state["examples"]

@@ -1,0 +1,85 @@
+"""What the outputs f of a model say about a label y, and how the loss -log p(y | f) bends.
+
+| likelihood | outputs of n examples | p(y given f) | Hessian of -log p(y given f) in f |
+|---|---|---|---|
+| `"categorical"` | logits (n, K) | softmax(f)_y | diag(p) - p p^T |
+| `"bernoulli"` | logits (n,) or (n, 1) of class 1 of two | sigmoid(f) for y = 1 | p (1 - p) |
+| `"gaussian"` | means (n,) or (n, D) of real targets | N(y; f, noise_std^2 I) | I / noise_std^2 |
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["check_likelihood", "check_outputs", "hessian_root", "negative_log_likelihood"]
+
+_LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
+
+
+def check_likelihood(likelihood: str, noise_std: float | None) -> None:
+    """Raise unless there is such a likelihood, with a noise_std if it needs one."""
+    if likelihood == "gaussian":
+        if noise_std is None or not (math.isfinite(noise_std) and noise_std > 0):
+            raise ValueError(
+                f'noise_std={noise_std} must be a finite number > 0 for likelihood="gaussian": the standard deviation '
+                "of the targets around the true output, like noise_std=0.1."
+            )
+        return
+    if noise_std is not None:
+        raise ValueError(f'noise_std={noise_std} is only for likelihood="gaussian", not {likelihood!r}: leave it out.')
+    if likelihood not in _LIKELIHOODS:
+        raise ValueError(f"likelihood={likelihood!r} must be one of {', '.join(map(repr, _LIKELIHOODS))}.")
+
+
+def check_outputs(likelihood: str, shape: tuple[int, ...]) -> None:
+    """Raise unless outputs of this shape go with the likelihood."""
+    if likelihood == "categorical":
+        if len(shape) == 1 or shape[1:] == (1,):
+            raise ValueError(
+                f'the model gives one number an example, shape {shape}, but likelihood="categorical" needs K >= 2 '
+                'logits. Write likelihood="bernoulli" for two classes, or "gaussian" for regression.'
+            )
+        if len(shape) != 2:
+            raise ValueError(
+                f'the model gives outputs of shape {shape}, but likelihood="categorical" needs (n, K) logits. Bring '
+                "them to it by forward=lambda model, inputs: ..."
+            )
+    elif likelihood == "bernoulli":
+        if len(shape) != 1 and shape[1:] != (1,):
+            raise ValueError(
+                f'the model gives outputs of shape {shape}, but likelihood="bernoulli" needs one logit an example, '
+                '(n,) or (n, 1). Write likelihood="categorical" for K logits.'
+            )
+    elif len(shape) not in (1, 2):
+        raise ValueError(f'the model gives outputs of shape {shape}, but likelihood="gaussian" needs (n,) or (n, D).')
+
+
+def hessian_root(likelihood: str, f: Tensor, noise_std: float | None) -> Tensor:
+    """For outputs (n, C), vectors r_1 .. r_C (n, C, C) for which the Hessian in f is the sum of r_c r_c^T."""
+    identity = torch.eye(f.shape[1], device=f.device, dtype=f.dtype).expand(len(f), -1, -1)
+    if likelihood == "categorical":
+        p = f.softmax(dim=1)
+        return p.sqrt()[:, :, None] * (identity - p[:, None, :])
+    if likelihood == "bernoulli":
+        return (f.sigmoid() * (-f).sigmoid()).sqrt()[:, :, None]
+    assert noise_std is not None
+    return identity / noise_std
+
+
+def negative_log_likelihood(likelihood: str, f: Tensor, labels: Any, noise_std: float | None) -> Tensor:
+    """The sum over the examples of -log p(y | f), but for a constant."""
+    y = torch.as_tensor(labels).to(f.device)
+    if y.numel() != (f.numel() if likelihood == "gaussian" else len(f)):
+        raise ValueError(f"labels of shape {tuple(y.shape)} came with outputs of shape {tuple(f.shape)}.")
+    if likelihood == "categorical":
+        return F.cross_entropy(f, y.reshape(-1).long(), reduction="sum")
+    y = y.to(f.dtype).reshape(f.shape)
+    if likelihood == "bernoulli":
+        return F.binary_cross_entropy_with_logits(f, y, reduction="sum")
+    assert noise_std is not None
+    return 0.5 * ((y - f) / noise_std).square().sum()

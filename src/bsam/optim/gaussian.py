@@ -1,0 +1,185 @@
+"""What the optimizers share that learn a diagonal Gaussian over the weights: noise, samples, posterior and state."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bsam.noise import standard_normal
+from bsam.optim import options
+from bsam.optim.base import ProbingOptimizer, Slot, write
+from bsam.posterior import DiagonalGaussian
+
+__all__ = ["GaussianOptimizer"]
+
+
+class GaussianOptimizer(ProbingOptimizer):
+    """Base of the optimizers whose weights are the mean of a Gaussian.
+
+    A subclass gives `_probe` and `_update`, the width (`_posterior_std`) and how long its start lasts (`_kept`).
+    A group may say `sample=False`: it gets no noise, and its posterior is a point.
+    """
+
+    whole_options = (*ProbingOptimizer.whole_options, "num_data", "augmentation_factor", "seed")
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._draws = 0  # samples taken by sampled()
+        self._means: dict[Tensor, Tensor] | None = None  # the weights, while sampled() holds a sample in the model
+
+    # ------------------------------------------------------------------ the method, given by a subclass
+
+    def _posterior_std(self, slot: Slot) -> Tensor:
+        """The posterior's standard deviation."""
+        raise NotImplementedError
+
+    def _kept(self, group: dict[str, Any]) -> float:
+        """Which share of the precision a step keeps."""
+        raise NotImplementedError
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        for name in ("lr", "prior_precision", "damping"):
+            options.non_negative(name, group[name])
+        options.betas(group["betas"])
+        options.positive("num_data", group["num_data"], "It is the number of training examples, len(train_set).")
+        options.positive("augmentation_factor", group["augmentation_factor"])
+        options.one_of("sample", group["sample"], (True, False))
+        options.integer("seed", group["seed"])
+
+    def _fresh_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        return {
+            "step": torch.zeros((), dtype=torch.int64, device=parameter.device),
+            "momentum": torch.zeros_like(parameter, dtype=dtype),
+        }
+
+    @property
+    def effective_num_data(self) -> float:
+        """N = num_data * augmentation_factor."""
+        return float(self._option("num_data") * self._option("augmentation_factor"))
+
+    def _rates(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The options of a group by the letters of the algorithms."""
+        return {
+            "alpha": group["lr"],
+            "beta1": group["betas"][0],
+            "beta2": self._kept(group),
+            "delta": group["prior_precision"] / self.effective_num_data,
+            "gamma": group["damping"],
+        }
+
+    def _posterior_noise(self, slot: Slot, split: int) -> Tensor | None:
+        """An offset e ~ N(0, sigma^2), or None for a group that is not sampled."""
+        if not slot.group["sample"]:
+            return None
+        e = standard_normal(
+            self._option("seed"),
+            slot.state["step"],
+            split,
+            slot.index,
+            slot.parameter.shape,
+            device=slot.parameter.device,
+            dtype=slot.dtype,
+        )
+        return e.mul_(self._posterior_std(slot))
+
+    def _move(self, slot: Slot, mean: Tensor, state: dict[str, Tensor], accept: Tensor | None) -> None:
+        """Write new weights and state, and count the step, unless `accept` is given and false."""
+        write(slot.parameter, mean, accept)
+        for name, value in {**state, "step": slot.state["step"] + 1}.items():
+            write(slot.state[name], value, accept)
+        self.state[slot.parameter] = slot.state
+
+    # ------------------------------------------------------------------ the posterior
+
+    def posterior(self, model: nn.Module | None = None) -> DiagonalGaussian:
+        """The Gaussian over the weights, with the prior that was used.
+
+        Frozen parameters and groups with `sample=False` are points. Warns while a tenth or more of the precision is
+        still its starting value, that is, where steps keep a share beta2 of it, while beta2^t > 0.1.
+
+        Args:
+            model: The model, for the names of its parameters and for its buffers. Not needed if the optimizer was
+                made with `module=`.
+        """
+        model = self._model_or_own(model)
+        slots = [slot for slot in self._slots() if slot.group["sample"]]
+        steps = max((int(slot.state["step"]) for slot in slots), default=0)
+        left = max((self._kept(slot.group) ** steps for slot in slots), default=0.0)
+        if left > 0.1:
+            warnings.warn(
+                f"after {steps} steps {left:.0%} of the precision is still its starting value: train longer, or with a "
+                "smaller beta2 (0.99 forgets it in 230 steps).",
+                stacklevel=2,
+            )
+        return DiagonalGaussian.from_model(
+            model,
+            {s.parameter: self._posterior_std(s) for s in slots},
+            prior_precision={s.parameter: float(s.group["prior_precision"]) for s in slots},
+        )
+
+    @contextlib.contextmanager
+    def sampled(self, draw: int | None = None) -> Iterator[None]:
+        """Put one sample of the posterior into the model; the mean comes back when the block ends.
+
+        Blocks may be nested: an inner one replaces the sample by another. Frozen parameters stay as they are.
+
+        Args:
+            draw: Number of the sample: the same number at the same step is the same sample. By default the next one.
+        """
+        outermost = self._means is None
+        if outermost:
+            self._refuse_if_away("sample the posterior")
+        if draw is not None and draw < 0:
+            raise ValueError(f"draw={draw} must be >= 0: it numbers the samples of the posterior.")
+        if draw is None:
+            draw, self._draws = self._draws, self._draws + 1
+        slots = self._slots()  # what to put back: the mean, or the outer sample
+        if outermost:
+            self._means, self._away = {slot.parameter: slot.mean for slot in slots}, "inside sampled()"
+        try:
+            self._write_sample(slots, draw)
+            yield
+        finally:
+            with torch.no_grad():
+                for slot in slots:
+                    slot.parameter.copy_(slot.mean)
+            torch.clear_autocast_cache()
+            if outermost:
+                self._means, self._away = None, None
+
+    @torch.no_grad()
+    def _write_sample(self, slots: list[Slot], draw: int) -> None:
+        assert self._means is not None
+        for slot in slots:
+            offset = self._posterior_noise(slot, -1 - draw)
+            if offset is not None:
+                slot.parameter.copy_(self._means.get(slot.parameter, slot.mean) + offset)
+        torch.clear_autocast_cache()
+
+    # ------------------------------------------------------------------ torch.optim's contract
+
+    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super()._check_state_dict(state_dict)
+        for key, state in state_dict["state"].items():
+            self._check_state(key, state)
+
+    def _check_state(self, key: Any, state: dict[str, Any]) -> None:
+        """Raise unless the loaded state of a parameter is one of this optimizer."""
+        fresh = self._fresh_state(torch.empty(0), self.param_groups[0])
+        missing = [name for name in fresh if name not in state]
+        if missing:
+            raise ValueError(f"the loaded state of parameter {key} has no {missing[0]!r}: is it another optimizer's?")
+        if not bool(state["momentum"].isfinite().all()):
+            raise ValueError(f"the loaded momentum of parameter {key} is not finite everywhere.")
+
+    def _restore_types(self, parameter: Tensor, saved: dict[str, Any]) -> None:
+        # torch casts what it loads to the parameter's type; a bfloat16 average with beta2 = 0.999 never moves.
+        fresh = self._fresh_state(parameter, self.param_groups[0])
+        self.state[parameter] = {k: torch.as_tensor(saved[k]).to(v, copy=True) for k, v in fresh.items()}

@@ -1,0 +1,264 @@
+"""VOGN: variational inference by natural gradients, with squared per-example gradients as curvature.
+
+Osawa, Swaroop, Jain, Eschenhagen, Turner, Yokota and Khan (2019), "Practical Deep Learning with Bayesian Principles",
+NeurIPS; Algorithm 1. A baseline of Möllenhoff and Khan (2023), appendix G.1, with a weight sample for each split.
+
+    1:  mu <- initial weights, m <- 0; the first minibatch takes e_k = 0, and its h_hat is the first s
+    2:  while not converged, for a minibatch of B examples cut into K parts M_1 .. M_K:
+    3:      w_k    <-  mu + e_k,   e_k ~ N(0, sigma^2),   sigma^2 = 1 / (N (s + delta + gamma))
+    4:      g_i    <-  gradient of the loss of example i at w_k, for each i in M_k
+    5:      g_hat  <-  mean of g_i over all B examples
+    6:      h_hat  <-  mean of g_i^2 over all B examples
+    7:      m      <-  beta1 m + g_hat + delta mu
+    8:      s      <-  beta2 s + (1 - beta2) h_hat
+    9:      mu     <-  mu - alpha m / (s + delta + gamma)
+    10: the posterior is N(mu, 1 / (N (s + delta + gamma)))
+
+| paper | here |
+|---|---|
+| mu, w | the module's weights; a sample of them |
+| s | `curvature`: the average of squared per-example gradients |
+| N | `num_data * augmentation_factor` |
+| delta | `prior_precision / N` |
+| alpha, (beta1, beta2) | `lr`, `betas` |
+| gamma, K | `damping`, `splits` |
+
+Where this differs from print, and why:
+
+- Osawa et al. run K weight samples on each device's whole part of the minibatch; Möllenhoff and Khan cut the minibatch
+  into 16 parts, "and consider independently computed perturbations for each". So does this: one sample a part.
+- Line 8 is an average with a long memory, as `betas` mean elsewhere: `statistics="average"`. In the code of Osawa et
+  al. 0.999 is the weight of the new statistics, s <- (1 - beta2) s + beta2 h_hat, so that s is all but the present
+  h_hat: `statistics="latest"`. The settings of Möllenhoff and Khan do not say which they mean.
+- The heavy ball of line 7 has no factor 1 - beta1, as in the code of Osawa et al.: effective rates are then SGD's.
+- s starts as in the code of Osawa et al., at the h_hat of the first minibatch, and that first step is not sampled.
+- No tempering: their tau is 1. Their factor for augmented data is `augmentation_factor`.
+- Parts count by their size, so that ragged ones give the mean over all examples.
+
+State of a parameter: `momentum` (m), `curvature` (s) and `step`; float32 for 16-bit weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bsam.forward import map_tensors
+from bsam.gradients import LossFunction, PerExample
+from bsam.optim import options
+from bsam.optim.base import GradAt, Probe, Slot
+from bsam.optim.gaussian import GaussianOptimizer
+
+__all__ = ["VOGN", "posterior_std", "update"]
+
+
+def posterior_std(s: Tensor, N: float, delta: float, gamma: float) -> Tensor:
+    """The posterior's standard deviation sigma."""
+    return (N * (s + delta + gamma)).rsqrt()  # line 3
+
+
+def update(
+    mu: Tensor,
+    m: Tensor,
+    s: Tensor,
+    g_hat: Tensor,
+    h_hat: Tensor,
+    *,
+    started: Tensor,
+    alpha: float | Tensor,
+    beta1: float,
+    beta2: float,
+    delta: float,
+    gamma: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The new (mu, m, s); `started` is false in the first step."""
+    m = beta1 * m + g_hat + delta * mu  # line 7
+    s = torch.where(started, beta2 * s + (1 - beta2) * h_hat, h_hat)  # lines 1, 8
+    mu = mu - alpha * m / (s + delta + gamma)  # line 9
+    return mu, m, s
+
+
+class VOGN(GaussianOptimizer):
+    """Variational online Gauss-Newton.
+
+    A step needs the gradient of each example: `step(loss_fn, *batch)` calls `loss_fn` with batches of one example,
+    all at once by `torch.func.vmap` where that is possible and pays. So `loss_fn` must look its weights up in `module`
+    when it is called, and examples must not mix: BatchNorm in training mode is refused.
+
+    Args:
+        params: Parameters, named parameters, or groups of them. A group may override `lr`, `prior_precision`, `betas`
+            and `damping`, and say `sample=False` (no noise; its posterior is a point).
+        lr: Learning rate alpha. The step is m / (s + delta + gamma), and m is 1 / (1 - beta1) gradients long: rates
+            are about `damping` times those of SGD.
+        module: The model.
+        num_data: Number of training examples, the N of the loss's sum. With the mean loss of each batch it sets
+            how certain the posterior is.
+        prior_precision: Precision of the Gaussian prior on the weights (N delta in the paper). It also acts as weight
+            decay of strength prior_precision / N on all parameters.
+        betas: Decay of the momentum, and the weight of `statistics`.
+        damping: Added to the curvature (gamma), in the step and in the posterior's precision.
+        augmentation_factor: How many times augmentation enlarges the data set: N is num_data * augmentation_factor.
+        splits: Into how many parts each minibatch is cut, each with a weight sample of its own (the paper uses 16).
+            Not gradient accumulation: it changes the method.
+        statistics: `"average"`: the curvature keeps a share beta2 of itself in each step. `"latest"`: it keeps a
+            share 1 - beta2.
+        nonfinite: `"raise"` stops at a loss or gradient that is not finite, `"skip"` leaves the step out and counts
+            it in `skipped_steps`.
+        max_grad_norm: Clips the norm of g_hat, the averaged gradient (line 5), before the prior is added. The squared
+            gradients are not clipped.
+        vectorise: True: vmap over the examples, or an error. False: a loop, with the same numbers. None: whichever is
+            faster, and a loop, with one warning that says why, where vmap fails.
+        process_group: Ranks as further splits, see the page on distributed training.
+        seed: Seed of the noise.
+
+    Examples:
+        >>> model = nn.Linear(3, 2)
+        >>> optimizer = VOGN(model.parameters(), lr=0.01, module=model, num_data=50, damping=0.1)
+        >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
+        >>> loss = optimizer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+        >>> with optimizer.sampled():
+        ...     prediction = model(x)
+    """
+
+    whole_options = (*GaussianOptimizer.whole_options, "statistics")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.001,
+        *,
+        module: nn.Module,
+        num_data: float,
+        prior_precision: float = 25.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        damping: float = 0.01,
+        augmentation_factor: float = 1.0,
+        splits: int = 1,
+        statistics: str = "average",
+        nonfinite: str = "raise",
+        max_grad_norm: float | None = None,
+        vectorise: bool | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+    ) -> None:
+        options.one_of("vectorise", vectorise, (True, False, None))
+        self.vectorise = vectorise
+        defaults = {
+            "lr": lr,
+            "prior_precision": prior_precision,
+            "betas": betas,
+            "damping": damping,
+            "sample": True,
+            "num_data": num_data,
+            "augmentation_factor": augmentation_factor,
+            "splits": splits,
+            "statistics": statistics,
+            "nonfinite": nonfinite,
+            "max_grad_norm": max_grad_norm,
+            "batch_norm": "none",  # its statistics never move: see _check_batch
+            "seed": seed,
+        }
+        super().__init__(params, defaults, module=module, process_group=process_group)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._per_example: PerExample | None = None
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        options.one_of("statistics", group["statistics"], ("average", "latest"))
+        if not group["prior_precision"] and not group["damping"]:
+            raise ValueError(
+                "prior_precision=0 and damping=0: one of them must be > 0, or a weight without curvature would take "
+                "an infinite step. Write damping=0.01."
+            )
+
+    def _check_module(self) -> None:
+        if not isinstance(self.module, nn.Module):
+            raise TypeError(
+                f"module={self.module!r} must be the model: VOGN differentiates the loss of each example with respect "
+                "to its weights. Write VOGN(model.parameters(), module=model, ...)."
+            )
+        if isinstance(self.module, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                "module= is a DistributedDataParallel, which averages gradients before they can be squared: hand VOGN "
+                "the bare module, and process_group= for it to average over the ranks itself."
+            )
+        super()._check_module()
+
+    def _check_batch(self, batch: tuple[Any, ...]) -> None:
+        tensors: list[Tensor] = []
+        map_tensors(tensors.append, batch)
+        if not tensors:
+            raise ValueError(
+                "VOGN needs the examples of the minibatch, to differentiate each by itself: call step(loss_fn, x, y) "
+                "with its tensors and a loss_fn(x, y) that returns the mean loss of what it is given."
+            )
+        assert self.module is not None
+        for name, layer in self.module.named_modules():
+            if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
+                raise ValueError(
+                    f"layer {name or 'module'} is a {type(layer).__name__} that uses the statistics of the minibatch, "
+                    "which mixes its examples: their gradients are not defined one by one. Put it into evaluation mode "
+                    "(layer.eval()), or use GroupNorm or LayerNorm."
+                )
+
+    def _fresh_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = super()._fresh_state(parameter, group)
+        return {**state, "curvature": torch.zeros_like(state["momentum"])}
+
+    def _kept(self, group: dict[str, Any]) -> float:
+        beta2 = float(group["betas"][1])
+        return beta2 if group["statistics"] == "average" else 1 - beta2
+
+    def _posterior_std(self, slot: Slot) -> Tensor:
+        rates = self._rates(slot.group)
+        return posterior_std(slot.state["curvature"], self.effective_num_data, rates["delta"], rates["gamma"])
+
+    def _offset(self, slot: Slot, split: int) -> Tensor | None:
+        e = self._posterior_noise(slot, split)
+        return None if e is None else e.mul_(slot.state["step"] > 0)  # line 1: not in the first step
+
+    def _probe(self, slots: list[Slot], grad_at: GradAt, split: int) -> Probe:
+        offsets = (self._offset(slot, split) for slot in slots)
+        statistics, loss = grad_at.evaluate(offsets, self._moments)  # lines 3 to 6
+        return Probe(loss, statistics)
+
+    def _moments(
+        self, slots: list[Slot], closure: LossFunction, part: tuple[Any, ...]
+    ) -> tuple[tuple[list[Tensor], list[Tensor]], Tensor]:
+        assert self.module is not None
+        if self._per_example is None:
+            self._per_example = PerExample(self.module, self.vectorise)
+        seen = [slot.seen for slot in slots]
+        g_hat, h_hat, loss = self._per_example.moments([slot.parameter for slot in slots], closure, part, seen)
+        for slot, is_seen in zip(slots, seen, strict=True):
+            slot.seen = is_seen
+        return (g_hat, h_hat), loss
+
+    def _update(self, slots: list[Slot], statistics: tuple[list[Tensor], ...], accept: Tensor | None) -> None:
+        for slot, g_hat, h_hat in zip(slots, *statistics, strict=True):
+            state = slot.state
+            mu, m, s = update(
+                slot.mean.to(slot.dtype),
+                state["momentum"],
+                state["curvature"],
+                g_hat,
+                h_hat,
+                started=state["step"] > 0,
+                **self._rates(slot.group),
+            )
+            self._move(slot, mu, {"momentum": m, "curvature": s}, accept)
+
+    def _check_state(self, key: Any, state: dict[str, Any]) -> None:
+        super()._check_state(key, state)
+        s = state["curvature"]
+        if not bool(((s >= 0) & s.isfinite()).all()):
+            raise ValueError(f"the loaded curvature of parameter {key} is negative or not finite somewhere.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "vectorise": self.vectorise}

@@ -1,0 +1,188 @@
+r"""Laplace's approximation: a Gaussian around trained weights, as wide as the loss is flat there.
+
+MacKay (1992), "A Practical Bayesian Framework for Backpropagation Networks", Neural Computation 4; the diagonal form
+with a generalised Gauss-Newton matrix of Immer, Korzepa and Bauer (2021), "Improving predictions of Bayesian neural
+nets via local linearization", AISTATS, section 2.1. With the outputs f_i of example i, their Jacobian J_i in the
+weights, and the Hessian Lambda_i of -log p(y_i | f_i) in the outputs (`bsam.likelihood`), the posterior is
+
+    N(theta*, diag(1 / precision)),      precision  =  h + prior_precision,
+
+    curvature="ggn":      h  =  diag(sum_i J_i^T Lambda_i J_i)                      never negative
+    curvature="hessian":  h  =  diag(Hessian in theta of sum_i -log p(y_i | f_i))   the exact diagonal
+
+Both are sums over all examples. They agree for a model whose outputs are linear in its weights.
+
+A Hessian of K outputs is a sum of K squares, Lambda = sum_c r_c r_c^T, so that h is the sum over examples and c of the
+squared gradient of r_c . f: K gradients an example. The exact diagonal takes one gradient of the whole sum a weight.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from bsam.forward import Forward, OutputModel, batches_of, evaluating, inputs_and_labels, moved
+from bsam.gradients import PerExample, differentiable, output_sums
+from bsam.likelihood import check_likelihood, check_outputs, hessian_root, negative_log_likelihood
+from bsam.posterior.base import named_parameters
+from bsam.posterior.gaussian import DiagonalGaussian
+
+__all__ = ["laplace"]
+
+_MOST_FOR_HESSIAN = 100_000
+"""So many weights the exact diagonal is computed for: each takes a gradient."""
+
+_HESSIAN_CHUNK = 64
+
+
+def laplace(
+    model: nn.Module,
+    likelihood: Literal["categorical", "bernoulli", "gaussian"],
+    data: Any,
+    *,
+    prior_precision: float,
+    noise_std: float | None = None,
+    curvature: Literal["ggn", "hessian"] = "ggn",
+    batch_size: int = 512,
+    forward: Forward | None = None,
+    vectorise: bool | None = None,
+) -> DiagonalGaussian:
+    """Laplace's approximation at the present weights of a model.
+
+    Weights, buffers, gradients and each layer's mode are as before when it returns; the model runs in evaluation mode.
+    Frozen parameters are points. `bsam.predict` averages over samples of the result, `bsam.predict_linearised` takes
+    the model as linear in its weights.
+
+    Args:
+        model: The model, trained with the mean loss of the likelihood and weight decay prior_precision / num_data.
+        likelihood: What its outputs mean, as for `bsam.predict`.
+        data: The training data, as for `bsam.predict`: the precision is a sum over all of it.
+        prior_precision: Precision of the Gaussian prior on the weights.
+        noise_std: Standard deviation of the targets around the true output, for `"gaussian"`.
+        curvature: `"ggn"` or `"hessian"`, see above. The latter needs labels, and is for small models.
+        batch_size: Into what batches tensors are cut.
+        forward: `forward(model, inputs)` runs the model where calling it is not enough.
+        vectorise: For `"ggn"`. True: vmap over the examples, or an error. False: a loop, with the same numbers. None:
+            whichever is faster, and a loop, with one warning that says why, where vmap fails.
+
+    Examples:
+        >>> model = nn.Linear(3, 2)
+        >>> posterior = laplace(model, "categorical", torch.randn(50, 3), prior_precision=1.0)
+        >>> posterior.num_parameters
+        8
+    """
+    check_likelihood(likelihood, noise_std)
+    if curvature not in ("ggn", "hessian"):
+        raise ValueError(f"curvature={curvature!r} must be 'ggn' or 'hessian'.")
+    if not (math.isfinite(prior_precision) and prior_precision >= 0):
+        raise ValueError(f"prior_precision={prior_precision} must be a finite number >= 0.")
+    parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    if not parameters:
+        raise ValueError("the model has no parameter that requires a gradient: there is nothing to approximate.")
+    weights = list(parameters.values())
+    net = OutputModel(model, forward)
+    if curvature == "hessian":
+        diagonal_of = _hessian(weights, net, likelihood, noise_std)
+    else:
+        diagonal_of = _ggn(weights, net, likelihood, noise_std, vectorise)
+
+    diagonal = [torch.zeros_like(p, dtype=torch.float64) for p in weights]
+    num_batches = 0
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),  # a DataLoader draws its workers' seed from the global generator
+        evaluating(model),
+        differentiable(weights),
+    ):
+        for batch in batches_of(data, batch_size):
+            inputs, labels = inputs_and_labels(batch)
+            for total, part in zip(diagonal, diagonal_of(moved(inputs, weights[0].device), labels), strict=True):
+                total.add_(part)
+            num_batches += 1
+    if not num_batches:
+        raise ValueError("data has no batches: there is nothing to fit. Was it a generator that was read before?")
+    precision = {name: h + prior_precision for name, h in zip(parameters, diagonal, strict=True)}
+    _check_precision(precision, prior_precision)
+    std: dict[Tensor, Tensor] = {parameters[name]: p.rsqrt() for name, p in precision.items()}
+    return DiagonalGaussian.from_model(model, std, prior_precision=float(prior_precision))
+
+
+DiagonalOf = Callable[[Any, Any], Sequence[Tensor]]
+"""The diagonal of one batch, from its inputs and labels."""
+
+
+def _ggn(
+    weights: Sequence[Tensor], net: nn.Module, likelihood: str, noise_std: float | None, vectorise: bool | None
+) -> DiagonalOf:
+    per_example = PerExample(net, vectorise)
+
+    def diagonal(inputs: Any, _: Any) -> list[Tensor]:
+        outputs: Tensor = net(inputs)
+        check_outputs(likelihood, tuple(outputs.shape))
+        rows = hessian_root(likelihood, outputs.reshape(len(outputs), -1), noise_std)
+        loss_fn, examples = output_sums(net, inputs, rows)
+        moments = per_example.moments(weights, loss_fn, examples, [False] * len(weights))
+        return [square.double() * rows.shape[:2].numel() for square in moments.mean_square]
+
+    return diagonal
+
+
+def _hessian(weights: Sequence[Tensor], net: nn.Module, likelihood: str, noise_std: float | None) -> DiagonalOf:
+    size = sum(p.numel() for p in weights)
+    if size > _MOST_FOR_HESSIAN:
+        raise ValueError(
+            f"curvature='hessian' takes a gradient for each of the {size:,} weights, and is computed for "
+            f"{_MOST_FOR_HESSIAN:,} at most: write curvature='ggn'."
+        )
+
+    @torch.enable_grad()
+    def diagonal(inputs: Any, labels: Any) -> list[Tensor]:
+        if labels is None:
+            raise ValueError("curvature='hessian' depends on the labels, and a batch has none: give (inputs, labels).")
+        outputs: Tensor = net(inputs)
+        check_outputs(likelihood, tuple(outputs.shape))
+        loss = negative_log_likelihood(likelihood, outputs.reshape(len(outputs), -1), labels, noise_std)
+        gradients = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
+        return [_second_derivatives(p, gradient) for p, gradient in zip(weights, gradients, strict=True)]
+
+    return diagonal
+
+
+def _second_derivatives(parameter: Tensor, gradient: Tensor | None) -> Tensor:
+    """The derivative of each element of the gradient in its own weight."""
+    result = torch.zeros_like(parameter, dtype=torch.float64)
+    if gradient is None or not gradient.requires_grad:
+        return result
+    identity = torch.eye(parameter.numel(), device=parameter.device, dtype=parameter.dtype)
+    diagonal = []
+    for rows in torch.split(identity, _HESSIAN_CHUNK):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop")  # not in the user's hands
+            found: Sequence[Tensor | None] = torch.autograd.grad(
+                gradient,
+                parameter,
+                rows.reshape(-1, *parameter.shape),
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=True,
+            )
+        if found[0] is None:  # the gradient depends on other weights only
+            return result
+        diagonal.append((found[0].reshape(rows.shape) * rows).sum(dim=1))
+    return result.copy_(torch.cat(diagonal).reshape(parameter.shape))
+
+
+def _check_precision(precision: dict[str, Tensor], prior_precision: float) -> None:
+    lowest = {name: float(p.min()) for name, p in precision.items() if p.numel()}
+    worst = min(lowest, key=lambda name: (lowest[name] > 0, lowest[name]))
+    if not (math.isfinite(lowest[worst]) and lowest[worst] > 0):
+        raise ValueError(
+            f"the precision of {worst} is {lowest[worst]:.3g} somewhere, and must be > 0: the loss does not curve up "
+            f"there, the weights are not at a minimum. Raise prior_precision above "
+            f"{prior_precision - lowest[worst]:.3g}, train on, or write curvature='ggn', which is never negative."
+        )

@@ -1,0 +1,237 @@
+r"""A Gaussian over the weights whose covariance is diagonal plus low-rank: the posterior of SWAG.
+
+Maddox, Garipov, Izmailov, Vetrov and Wilson (2019), "A Simple Baseline for Bayesian Uncertainty in Deep Learning",
+NeurIPS; section 3.3. With a variance v_j for each weight, K deviations as the columns of D, and a scale (1 in theory),
+
+    Sigma  =  scale (1/2 diag(v) + 1 / (2 (K - 1)) D D^T)
+    theta  =  mu + sqrt(scale) (sqrt(v / 2) z_1 + D z_2 / sqrt(2 (K - 1))),      z_1, z_2 ~ N(0, I)
+
+With A = scale v / 2, U = sqrt(scale / (2 (K - 1))) D, C = I + U^T A^-1 U and r = theta - mu, densities need matrices of
+K x K only:
+
+    log det Sigma      =  sum_j log A_j + log det C
+    r^T Sigma^-1 r     =  r^T A^-1 r - b^T C^-1 b,      b = U^T A^-1 r
+    KL(q || N(0, 1 / delta))  =  1/2 (sum_j delta_j (Sigma_jj + mu_j^2) - 1 - log delta_j) - 1/2 log det Sigma
+
+The sums go over the elements with v_j > 0 and are taken in float64; the others are fixed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from bsam.files import Settings
+from bsam.posterior.base import (
+    Posterior,
+    check_generator,
+    check_same_layout,
+    check_temperature,
+    clean_names,
+    copied,
+    copied_mean,
+    first_few,
+)
+from bsam.posterior.gaussian import by_name, check_prior
+
+__all__ = ["LowRankGaussian"]
+
+
+class LowRankGaussian(Posterior):
+    """A Gaussian with a diagonal plus low-rank covariance.
+
+    Args:
+        mean: The weights by name, as `model.named_parameters()` gives them: all of them, frozen ones too. Copied.
+        variance: v, of the parameters that are sampled, under the same names; 0 where an element is fixed.
+        deviations: The columns of D, stacked along dimension 0: (K, *shape), for the same parameters, K >= 2.
+        scale: Multiplies the covariance.
+        buffers: The buffers that belong to the mean, as `model.named_buffers()` gives them.
+        prior_precision: Precision of the prior N(0, 1 / prior_precision): a number for all, or one by name. Only
+            `kl` needs it.
+
+    Examples:
+        >>> mean = {"w": torch.zeros(3)}
+        >>> LowRankGaussian(mean, {"w": torch.ones(3)}, {"w": torch.randn(5, 3)})
+        LowRankGaussian(3 parameters in 1 tensors, 3 sampled, rank 5, scale 1)
+    """
+
+    kind: ClassVar[str] = "low_rank_gaussian"
+
+    def __init__(
+        self,
+        mean: Mapping[str, Tensor],
+        variance: Mapping[str, Tensor],
+        deviations: Mapping[str, Tensor],
+        *,
+        scale: float = 1.0,
+        buffers: Mapping[str, Tensor] | None = None,
+        prior_precision: float | Mapping[str, float] | None = None,
+    ) -> None:
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not (math.isfinite(scale) and scale >= 0):
+            raise ValueError(f"scale={scale!r} must be a finite number >= 0: it multiplies the covariance.")
+        self.mean = copied_mean(mean)
+        self.buffers = copied("buffers", buffers)
+        self.scale = float(scale)
+        names = clean_names(mean)
+        self.prior_precision = by_name(prior_precision, names)
+        unknown = [name for name in variance if name not in names]
+        if unknown:
+            raise ValueError(f"variance has {first_few(unknown)}, which the mean has not.")
+        self.variance = {names[name]: v.detach().clone() for name, v in variance.items()}
+        check_same_layout("variance", self.variance, {name: self.mean[name] for name in self.variance})
+        self.deviations = {names.get(name, name): d.detach().clone() for name, d in deviations.items()}
+        self._check_deviations()
+        for name in self.variance:
+            self._convert(name)
+        self.std = {name: self._marginal_std(name) for name in self.mean}
+
+    @property
+    def rank(self) -> int:
+        """K, the number of deviations."""
+        return next((len(d) for d in self.deviations.values()), 0)
+
+    def _check_deviations(self) -> None:
+        check_same_layout(
+            "a deviation", {name: d[0] if len(d) else d for name, d in self.deviations.items()}, self.variance
+        )
+        counts = {len(d) for d in self.deviations.values()}
+        if len(counts) > 1 or min(counts, default=2) < 2:
+            raise ValueError(
+                f"deviations has {sorted(counts)} columns: the same number for each parameter, 2 or more, is needed, "
+                "for their covariance is D D^T / (K - 1)."
+            )
+
+    def _convert(self, name: str) -> None:
+        """Give variance and deviations of a parameter their type, and raise if they make no sense."""
+        mu, v, d = self.mean[name], self.variance[name], self.deviations[name]
+        if not mu.is_floating_point():
+            raise TypeError(f"{name} is {mu.dtype}: only floating point weights can have a variance.")
+        dtype = torch.float64 if mu.dtype == torch.float64 else torch.float32
+        self.variance[name], self.deviations[name] = v, d = v.to(mu.device, dtype), d.to(mu.device, dtype)
+        if not bool(((v >= 0) & v.isfinite()).all() & d.isfinite().all()):
+            raise ValueError(f"variance (>= 0) and deviations of {name} must be finite everywhere.")
+        if bool(d[:, v == 0].any()):
+            raise ValueError(f"{name} has deviations where its variance is 0: write 1e-30 for a variance that small.")
+
+    def _marginal_std(self, name: str) -> Tensor:
+        mu = self.mean[name]
+        if name not in self.variance:
+            return torch.zeros((), device=mu.device).expand(mu.shape)
+        low_rank = self.deviations[name].square().sum(dim=0) / (self.rank - 1)
+        return (self.scale / 2 * (self.variance[name] + low_rank)).sqrt()
+
+    def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draw all weights; those that are not sampled are copies of the mean.
+
+        Args:
+            generator: The only source of randomness. It may live on another device than the weights: numbers are
+                drawn there and moved.
+        """
+        check_generator(generator)
+        z_2 = torch.randn(self.rank, generator=generator, device=generator.device, dtype=torch.float64)
+        drawn = {name: self._draw(name, z_2, generator) for name in self.sampled_names}
+        return {name: drawn[name] if name in drawn else mean.clone() for name, mean in self.mean.items()}
+
+    def _draw(self, name: str, z_2: Tensor, generator: torch.Generator) -> Tensor:
+        mu, v, d = self.mean[name], self.variance[name], self.deviations[name]
+        z_1 = torch.randn(v.shape, generator=generator, device=generator.device, dtype=v.dtype).to(v.device)
+        low_rank = torch.tensordot(z_2.to(d), d, dims=1) / math.sqrt(2 * (self.rank - 1))
+        offset: Tensor = math.sqrt(self.scale) * ((v / 2).sqrt() * z_1 + low_rank)
+        return (mu.to(v.dtype) + offset).to(mu.dtype)
+
+    def log_prob(self, sample: Mapping[str, Tensor]) -> Tensor:
+        """The log-density of `sample`: of its sampled elements, and -inf if another is not at its mean."""
+        check_same_layout("a sample", sample, self.mean)
+        quadratic = torch.zeros((), dtype=torch.float64)
+        b = torch.zeros(self.rank, dtype=torch.float64)
+        for name, mu in self.mean.items():
+            theta, fixed = sample[name].to(mu.device), self.std[name] == 0
+            if not bool((theta == mu)[fixed].all()):
+                return torch.tensor(-math.inf, dtype=torch.float64)
+            if name in self.sampled_names:
+                a, u = self._factors(name)
+                r = (theta.double() - mu.double())[~fixed]
+                quadratic += (r.square() / a).sum().cpu()
+                b += (u @ (r / a)).cpu()
+        if not self.sampled_names:
+            return quadratic
+        root = torch.linalg.cholesky(self._capacitance())
+        quadratic -= torch.linalg.solve_triangular(root, b[:, None], upper=False).square().sum()
+        return -0.5 * (quadratic + self._log_det() + self._num_sampled * math.log(2 * math.pi))
+
+    def entropy(self) -> Tensor:
+        """The differential entropy of the sampled elements; -inf if there are none, as for a point."""
+        if not self.sampled_names:
+            return torch.tensor(-math.inf, dtype=torch.float64)
+        return 0.5 * (self._log_det() + self._num_sampled * math.log(2 * math.pi * math.e))
+
+    def kl(self) -> Tensor:
+        """The divergence of the sampled elements from the prior N(0, 1 / prior_precision)."""
+        check_prior(self.sampled_names, self.prior_precision)
+        total = -self._log_det()
+        for name in self.sampled_names:
+            mask, delta = self.std[name] > 0, self.prior_precision[name]
+            moments = self.std[name][mask].double().square() + self.mean[name][mask].double().square()
+            total += (delta * moments - 1 - math.log(delta)).sum().cpu()
+        return 0.5 * total
+
+    def temper(self, temperature: float) -> Self:
+        """The posterior with `temperature` times the variance; 0 leaves a point, below 1 is a cold posterior."""
+        check_temperature(temperature)
+        groups, settings = self._contents()
+        return self._from_contents(groups, {**settings, "scale": self.scale * temperature})
+
+    @property
+    def _num_sampled(self) -> int:
+        return sum(int((self.std[name] > 0).sum()) for name in self.sampled_names)
+
+    def _factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """A, and U^T with one row a deviation, of the sampled elements of a parameter, in float64."""
+        mask = self.std[name] > 0
+        a = self.scale / 2 * self.variance[name][mask].double()
+        return a, math.sqrt(self.scale / (2 * (self.rank - 1))) * self.deviations[name][:, mask].double()
+
+    def _capacitance(self) -> Tensor:
+        """C = I + U^T A^-1 U."""
+        c = torch.eye(self.rank, dtype=torch.float64)
+        for name in self.sampled_names:
+            a, u = self._factors(name)
+            c += ((u / a) @ u.T).cpu()
+        return c
+
+    def _log_det(self) -> Tensor:
+        """The logarithm of the determinant of Sigma."""
+        total = torch.logdet(self._capacitance())
+        for name in self.sampled_names:
+            total += self._factors(name)[0].log().sum().cpu()
+        return total
+
+    def _contents(self) -> tuple[dict[str, dict[str, Tensor]], Settings]:
+        groups = {
+            "mean": self.mean,
+            "variance": self.variance,
+            "deviation": self.deviations,
+            "buffer": self.buffers,
+        }
+        return groups, {"scale": self.scale, "prior_precision": self.prior_precision}
+
+    @classmethod
+    def _from_contents(cls, groups: dict[str, dict[str, Tensor]], settings: Settings) -> Self:
+        return cls(
+            groups.get("mean", {}),
+            groups.get("variance", {}),
+            groups.get("deviation", {}),
+            scale=settings["scale"],
+            buffers=groups.get("buffer", {}),
+            prior_precision=settings["prior_precision"],
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"LowRankGaussian({self.num_parameters} parameters in {len(self.mean)} tensors, "
+            f"{self._num_sampled} sampled, rank {self.rank}, scale {self.scale:g})"
+        )

@@ -1,0 +1,299 @@
+"""Runs: every method trains, stops after any step and goes on exactly there, also after a kill."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import bsam
+from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
+from bsam.experiments.config import override
+from bsam.experiments.data import load
+from bsam.experiments.evaluate import evaluate
+from bsam.experiments.methods import METHODS
+from bsam.experiments.paper.presets import preset
+from bsam.experiments.runs import Run, RunInterruptedError, choose_device
+from bsam.experiments.trainer import Trainer
+from tests.optim.test_contract import assert_same
+
+SHORT = {method: ["epochs=3", "batch_size=200", "beta2=0.5", "validation=0"] for method in METHODS}
+SHORT["swag"] = ["epochs=2", "swag_epochs=2", "swag_interval=2", "batch_size=200", "validation=0"]
+
+
+def short(method, *changes):
+    return override(preset(f"digits/{method}"), [*SHORT[method], *changes])
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load("digits")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_goes_on_exactly_where_it_stopped(method, digits, tmp_path):
+    config = short(method)
+    whole = Trainer(config, digits, seed=3)
+    count = sum(1 for _ in whole.steps())
+    for stop in (1, count // 2, count - 2):
+        first = Trainer(config, digits, seed=3)
+        for done, _ in enumerate(first.steps(), start=1):
+            if done == stop:
+                break
+        save_checkpoint(tmp_path / "c", first.state())
+        torch.manual_seed(99)  # another process has another global generator
+        second = Trainer(config, digits, seed=3)
+        second.load_state(load_checkpoint(tmp_path / "c"))
+        for _ in second.steps():
+            pass
+        for key in ("model", "optimizer", "collector", "epoch", "batch"):
+            assert_same(second.state()[key], whole.state()[key])
+        assert [e["loss"] for e in second.log] == [e["loss"] for e in whole.log]
+    expected = {
+        "swag": bsam.LowRankGaussian,
+        "laplace": None,
+        "vogn": bsam.DiagonalGaussian,
+        "bsam": bsam.DiagonalGaussian,
+    }
+    kind = expected.get(method, bsam.PointMass)
+    posterior = whole.posterior()
+    assert kind is None or type(posterior) is kind
+    assert (method in expected) == bool(posterior.sampled_names)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns(method, digits):
+    trainer = Trainer(short(method, "epochs=6", "batch_size=50"), digits, seed=0)
+    for _ in trainer.steps():
+        pass
+    assert trainer.log[-1]["loss"] < 0.6 * trainer.log[0]["loss"]
+    assert len(trainer.log) == trainer.config.total_epochs
+
+
+def test_seeds_change_weights_and_order(digits):
+    weights = []
+    for seed in (0, 1, 0):
+        trainer = Trainer(short("sgd"), digits, seed=seed)
+        for _ in trainer.steps():
+            pass
+        weights.append(trainer.model.state_dict())
+    assert_same(weights[0], weights[2])
+    assert any(not torch.equal(a, b) for a, b in zip(weights[0].values(), weights[1].values(), strict=True))
+
+
+def test_rates_follow_the_schedule(digits):
+    trainer = Trainer(short("swag", "swag_lr=0.011", "swag_momentum=0.3", "warmup_epochs=1"), digits, seed=0)
+    seen = []
+    for _ in trainer.steps():
+        group = trainer.optimizer.param_groups[0]
+        if trainer.batch == 1:
+            seen.append((group["lr"], group["momentum"]))
+    assert seen == [(trainer.config.lr, 0.9), (trainer.config.lr, 0.9), (0.011, 0.3), (0.011, 0.3)]
+
+
+def test_bfloat16_and_channels_last_train(digits):
+    config = override(short("bsam"), ["precision=bfloat16", "channels_last=true"])
+    trainer = Trainer(config, digits, seed=0)
+    next(trainer.steps())
+    assert next(trainer.model.parameters()).dtype == torch.float32
+    plain = Trainer(short("bsam"), digits, seed=0)
+    next(plain.steps())
+    pairs = list(zip(trainer.model.parameters(), plain.model.parameters(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in pairs)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=0.1, atol=0.05)
+
+
+# ---------------------------------------------------------------- in a folder
+
+
+def start(folder, method="bsam", *changes, **options):
+    return Run.start(folder, short(method, *changes), 0, preset=f"digits/{method}", device="cpu", **options)
+
+
+def test_a_run_leaves_everything_that_is_needed(tmp_path):
+    run = start(tmp_path / "run")
+    run.train(every_epochs=1)
+    assert sorted(os.listdir(tmp_path / "run")) == [
+        "checkpoint.safetensors",
+        "config.toml",
+        "log.jsonl",
+        "posterior.safetensors",
+        "record.json",
+    ]
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert record["preset"] == "digits/bsam"
+    assert record["config"]["lr"] == run.config.lr
+    assert record["seconds"] > 0
+    assert record["environment"]["packages"]["torch"] == torch.__version__
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [entry["epoch"] for entry in log] == [1, 2, 3]
+
+    results = evaluate(tmp_path / "run", samples=[0, 4], device="cpu")
+    assert results["4"].num_examples == 800
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert set(record["evaluations"]["test"]) == {"0", "4"}
+    assert record["evaluations"]["test"]["4"]["intervals"]["nll"][0] <= results["4"].nll
+    saved = bsam.Predictions.load(tmp_path / "run" / "predictions-test-4.safetensors")
+    assert bsam.metrics.summary(saved, num_bootstrap=0).nll == results["4"].nll
+    assert (tmp_path / "run" / "reliability-test-4.png").stat().st_size > 5000
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
+    start(tmp_path)
+    with pytest.raises(FileExistsError, match="--resume"):
+        start(tmp_path)
+
+
+def test_resume_needs_a_run_and_its_own_settings(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        Run.resume(tmp_path)
+    run = start(tmp_path)
+    run.save()
+    path = tmp_path / "config.toml"
+    path.write_text(path.read_text().replace("lr = ", "lr = 1"))
+    with pytest.raises(ValueError, match="belongs to other settings"):
+        Run.resume(tmp_path, device="cpu")
+
+
+def test_resume_without_a_checkpoint_starts_again(tmp_path):
+    start(tmp_path)
+    run = Run.resume(tmp_path, device="cpu")
+    assert run.trainer.epoch == 0
+    run.train()
+    assert run.finished
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number):
+    run = start(tmp_path)
+
+    def interrupt(trainer):
+        if (trainer.epoch, trainer.batch) == (1, 2):
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    with pytest.raises(RunInterruptedError, match=f"stopped by {number.name}.*bsam train --resume {tmp_path}"):
+        run.train(on_step=interrupt)
+    assert signal.getsignal(number) is before
+    resumed = Run.resume(tmp_path, device="cpu")
+    assert (resumed.trainer.epoch, resumed.trainer.batch) == (1, 2)
+
+
+def test_the_log_does_not_repeat_epochs_that_are_trained_again(tmp_path):
+    run = start(tmp_path)
+    for _ in run.trainer.steps():
+        run._write_log()
+        if run.trainer.epoch == 1 and run.trainer.batch == 0:
+            run.save()
+        if run.trainer.epoch == 2:
+            break
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2
+    Run.resume(tmp_path, device="cpu").train()
+    log = [json.loads(line)["epoch"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert log == [1, 2, 3]
+
+
+def test_evaluation_needs_a_finished_run(tmp_path):
+    start(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no finished run"):
+        evaluate(tmp_path)
+
+
+def test_devices():
+    assert choose_device("cpu") == torch.device("cpu")
+    assert choose_device().type in ("cpu", "cuda", "mps", "xpu")
+
+
+# ---------------------------------------------------------------- in a process of its own
+
+
+def bsam_command(*arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    code = "import torch; torch.set_num_threads(1); from bsam.experiments.cli import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "number"), [("bsam", signal.SIGKILL), ("swag", signal.SIGTERM), ("sam-adam", signal.SIGINT)]
+)
+def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(method, number, tmp_path):
+    epochs = "epochs=12" if method != "swag" else "epochs=6"
+    changes = [f for c in [*SHORT[method], epochs, "batch_size=20"] for f in ("--set", c)]
+    options = ["--save-minutes", "0.001", "--device", "cpu"]
+    undisturbed = bsam_command("train", f"digits/{method}", "--out", tmp_path / "whole", *changes, *options)
+    rng = random.Random(0)
+    folder = tmp_path / "killed" / "seed0"
+    process = bsam_command("train", f"digits/{method}", "--out", tmp_path / "killed", *changes, *options)
+    kills = 0
+    while kills < 3:
+        moment = time.monotonic() + 60
+        mark = Path(folder / "checkpoint.safetensors")
+        written = mark.stat().st_mtime_ns if mark.exists() else 0
+        while time.monotonic() < moment and process.poll() is None:  # until it has saved again: it is in the loop
+            if mark.exists() and mark.stat().st_mtime_ns != written:
+                break
+            time.sleep(0.01)
+        if process.poll() is not None:
+            break
+        time.sleep(rng.random() * 0.3)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        if (folder / "record.json").exists():
+            break  # it was done before the signal came
+        kills += 1
+        if number != signal.SIGKILL:
+            assert process.returncode == 128 + number, errors
+            assert f"bsam train --resume {folder}" in errors
+        process = bsam_command("train", "--resume", folder, *options)
+    if process.poll() is None:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    assert kills >= 1
+    assert (folder / "record.json").exists()
+    _, errors = undisturbed.communicate(timeout=120)
+    assert undisturbed.returncode == 0, errors
+    states = [load_checkpoint(path / "checkpoint.safetensors") for path in (tmp_path / "whole" / "seed0", folder)]
+    for key in ("model", "optimizer", "collector", "epoch"):
+        assert_same(states[0][key], states[1][key])
+    posteriors = [
+        bsam.load_posterior(path / "posterior.safetensors") for path in (tmp_path / "whole" / "seed0", folder)
+    ]
+    assert_same(posteriors[0].mean, posteriors[1].mean)
+
+
+def test_errors_are_one_sentence_and_a_traceback_only_on_demand(tmp_path):
+    process = bsam_command("train", "digits/bsmam")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.startswith("bsam: there is no preset 'digits/bsmam'")
+    assert "Traceback" not in errors
+    process = bsam_command("--debug", "train", "digits/bsmam")
+    _, errors = process.communicate(timeout=60)
+    assert "Traceback" in errors
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_the_run_and_keeps_the_last(tmp_path, monkeypatch):
+    run = start(tmp_path)
+    run.save()
+    before = (tmp_path / "checkpoint.safetensors").read_bytes()
+
+    def full(*arguments, **keywords):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bsam.files, "save_file", full)
+    with pytest.raises(OSError, match="disk is full"):
+        run.train(every_epochs=1)
+    assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
