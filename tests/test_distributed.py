@@ -111,7 +111,7 @@ def run_ddp_rank(rank, folder):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()
-    ddp = nn.parallel.DistributedDataParallel(model)
+    ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)  # gradients share one buffer
     optimizer = bsam.BSAM(ddp.parameters(), num_data=24, lr=0.2)
     for step in range(STEPS):
         x, y = (t[rank::2] for t in data(step))

@@ -250,6 +250,7 @@ class ProbingOptimizer(Optimizer):
                 for mean, value in zip((*sums, losses), (*probe.statistics, passes), strict=True):
                     for m, v in zip(mean, value, strict=True):
                         m.add_(v, alpha=weight)
+            del probe, grad_at  # frees their gradients before the next part makes its own
         if self.process_group is not None:
             sums = self._average_over_ranks(slots, sums, losses, total)
         return losses, sums

@@ -196,12 +196,15 @@ class BSAM(GaussianOptimizer):
     def _probe(self, slots: list[Slot], grad_at: GradAt, split: int) -> Probe:
         noisy = self._option("sample_noise")
         g, loss = grad_at(self._posterior_noise(slot, split) if noisy else None for slot in slots)  # lines 3, 4
+        # Copies, made before the second pass: DistributedDataParallel may write its gradients where g lies.
+        magnitude = [t.abs() if self._option("curvature") == "mean_abs" else t.clone() for t in g]
         eps = (  # line 5, made one by one as the weights are written
             perturbation(g_i, slot.state["unit_precision"], slot.group["rho"]) if slot.group["perturb"] else None
             for slot, g_i in zip(slots, g, strict=True)
         )
+        del g  # its memory is free once the weights are written
         g_eps, _ = grad_at(eps)  # line 6
-        return Probe(loss, (g_eps, [t.abs() for t in g] if self._option("curvature") == "mean_abs" else g))
+        return Probe(loss, (g_eps, magnitude))
 
     def _update(self, slots: list[Slot], statistics: tuple[list[Tensor], ...], accept: Tensor | None) -> None:
         for slot, g_eps, g in zip(slots, *statistics, strict=True):

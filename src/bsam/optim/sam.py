@@ -128,6 +128,7 @@ class SAM(ProbingOptimizer):
             perturbation(g_i, norm.to(g_i.device), slot.group["rho"]) if slot.group["perturb"] else None
             for slot, g_i in zip(slots, g, strict=True)
         )
+        del g, perturbed  # their memory is free once the weights are written
         g_eps, _ = grad_at(eps)  # line 4
         return Probe(loss, (g_eps,))
 
