@@ -35,6 +35,8 @@ class Config:
     damping: float = 0.1
     splits: int = 1
     curvature: Literal["mean_abs", "abs_mean"] = "mean_abs"
+    statistics: Literal["average", "latest"] = "average"
+    """How VOGN reads beta2, see `bsam.VOGN`."""
     sample_noise: bool = True
     augmentation_factor: float = 1.0
     max_grad_norm: float | None = None

@@ -51,7 +51,7 @@ def make_optimizer(config: Config, model: nn.Module, num_data: int, *, seed: int
         case "sam-adam":
             return bsam.SAM(model.parameters(), torch.optim.Adam, rho=config.rho, **shared, **adam)
         case "vogn":
-            return bsam.VOGN(model.parameters(), **shared, **bayes)
+            return bsam.VOGN(model.parameters(), statistics=config.statistics, **shared, **bayes)
         case "bsam":
             return bsam.BSAM(
                 model.parameters(),
