@@ -1,10 +1,14 @@
 """The code of README and docs runs, and the pages do not lie about what is there."""
 
+import dataclasses
+import json
 import re
 import socket
 from pathlib import Path
 
 import pytest
+
+from bsam.experiments import demo
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -36,3 +40,18 @@ def test_the_pages_have_code():
 def test_links_to_files_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_readme_shows_the_recorded_demo():
+    record = json.loads((ROOT / "results" / "demo.json").read_text())
+    shown = re.search(r"<!-- results/demo.json -->\n(.*?)\n<!-- end -->", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert shown.group(1) == demo.markdown(record)
+
+
+def test_the_demo_is_set_as_it_was_tuned_and_recorded():
+    tuned = json.loads((ROOT / "results" / "demo_tuning.json").read_text())["methods"]
+    recorded = json.loads((ROOT / "results" / "demo.json").read_text())["methods"]
+    for method, config in demo.load_demo().digits.items():
+        best = {k: v for k, v in tuned[method]["best"].items() if k != "nll"}
+        assert {k: getattr(config, k) for k in best} == best
+        assert json.loads(json.dumps(dataclasses.asdict(config))) == recorded[method]["config"]
