@@ -12,7 +12,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs,experiments,theory]'
 	touch $@
 
-demo: $(VENV)/.installed  ## train five methods on digits and write report/index.html
+demo: $(VENV)/.installed  ## train eight methods on digits and write report/index.html
 	$(BIN)/bsam demo
 
 test: $(VENV)/.installed  ## run the tests, the code in README and docs, and the doctests

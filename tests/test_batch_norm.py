@@ -185,3 +185,21 @@ def test_recalibration_that_fails_changes_nothing():
 
 def test_recalibration_without_batch_norm_does_nothing():
     bsam.recalibrate_batch_norm(nn.Linear(2, 2), [])
+
+
+def test_a_buffer_that_was_empty_is_empty_again_after_a_failing_step():
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+            self.register_buffer("scale", None)
+
+        def forward(self, x):
+            self.scale = torch.ones(1)
+            return self.linear(x)
+
+    model = Lazy()
+    optimizer = bsam.BSAM(model.parameters(), num_data=12, module=model)
+    with pytest.raises(FloatingPointError):
+        optimizer.step(lambda x: model(x).sum() * float("nan"), torch.randn(4, 3))
+    assert model.scale is None

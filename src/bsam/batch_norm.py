@@ -36,11 +36,9 @@ class BufferSnapshot:
     """The values of some buffers, to be put back into the same tensors."""
 
     def __init__(self, buffers: Iterable[tuple[nn.Module, str]]) -> None:
-        self._saved = [
-            (owner, name, buffer, buffer.detach().clone())
-            for owner, name in buffers
-            if (buffer := owner._buffers[name]) is not None
-        ]
+        found = [(owner, name, owner._buffers[name]) for owner, name in buffers]
+        self._saved = [(owner, name, b, b.detach().clone()) for owner, name, b in found if b is not None]
+        self._empty = [(owner, name) for owner, name, b in found if b is None]
 
     def restore(self, unless: Tensor | None = None) -> None:
         """Put the values back; with `unless`, a 0-dim boolean, keep the present ones where it is true."""
@@ -50,6 +48,9 @@ class BufferSnapshot:
                 value = value if now is None else torch.where(unless.to(now.device), now, value)
             buffer.copy_(value)
             owner._buffers[name] = buffer
+        for owner, name in self._empty:  # filled since: read the answer from the device, which is rare
+            if owner._buffers[name] is not None and not (unless is not None and bool(unless)):
+                owner._buffers[name] = None
 
 
 def all_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -112,10 +111,11 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return function(tree) if tree.dim() else tree
     if isinstance(tree, Mapping):
-        result = copy.copy(tree)  # keeps the type: an OrderedDict, or the mapping a tokenizer returns
-        for key in tree:
-            result[key] = map_tensors(function, tree[key])  # type: ignore[index]
-        return result
+        mapped = {key: map_tensors(function, tree[key]) for key in tree}
+        try:
+            return type(tree)(mapped)  # type: ignore[call-arg]  # an OrderedDict, or what a tokenizer returns
+        except TypeError:
+            return mapped
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_tensors(function, item) for item in tree))
     if isinstance(tree, list | tuple):

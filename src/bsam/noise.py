@@ -6,13 +6,14 @@ to resume a run, ranks of a cluster draw what a loop would have drawn, and the g
 On the CPU the four numbers are hashed into the seed of a private `torch.Generator`. (Its Mersenne twister keeps
 32 bits of a seed, so two of the draws of a long run may coincide: one pair in four billion.) On CUDA they are the
 key and counter of Philox-4x32-10, and the step is read from device memory, so that a captured graph draws fresh
-noise in every replay. Other devices get the CPU's numbers. The two laws are the same, the numbers are not:
-equality is promised on one type of device.
+noise in every replay. Other devices, and CUDA without triton, get the CPU's numbers. The two laws are the same, the
+numbers are not: equality is promised on one type of device.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import struct
 from collections.abc import Sequence
 
@@ -52,7 +53,7 @@ def standard_normal(
         False
     """
     device = torch.device(device)
-    if device.type == "cuda":
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from bsam.noise_cuda import philox_normal
 
         return philox_normal(seed, step, split, parameter, shape, device=device, dtype=dtype)

@@ -81,6 +81,7 @@ def test_unknown_presets_are_refused_with_near_ones():
         ("schedule=steps", "needs milestones"),
         ("swag_epochs=3", "does not go with method='bsam'"),
         ("lr", "not of the form key=value"),
+        ("lr=NaN", "must be a finite number"),
     ],
 )
 def test_bad_changes_stop_with_the_reason(change, message):
@@ -92,6 +93,8 @@ def test_good_changes():
     config = override(from_mapping(SMALL), ["lr=1", "milestones=[3, 5]", "max_grad_norm=null", "augment=true"])
     assert dataclasses.replace(from_mapping(SMALL), lr=1.0, milestones=(3, 5), augment=True) == config
     assert isinstance(config.lr, float)
+    assert override(config, ["lr=.25"]).lr == 0.25
+    assert override(config, ["dataset='mnist'"]).dataset == "mnist"
 
 
 def test_missing_settings_are_named():

@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import bsam
 from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
+from bsam.experiments.commands import app
 from bsam.experiments.config import override
 from bsam.experiments.data import load
 from bsam.experiments.evaluate import evaluate
 from bsam.experiments.methods import METHODS
 from bsam.experiments.paper.presets import preset
-from bsam.experiments.runs import Run, RunInterruptedError, choose_device
+from bsam.experiments.runs import Run, RunInterruptedError, _locked, choose_device
 from bsam.experiments.trainer import Trainer
 from tests.optim.test_contract import assert_same
 
@@ -297,3 +299,60 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_and_keeps_the_last(tm
     with pytest.raises(OSError, match="disk is full"):
         run.train(every_epochs=1)
     assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
+
+
+def test_one_process_at_a_time_trains_a_run(tmp_path):
+    run = start(tmp_path)
+    with _locked(tmp_path / "config.toml"), pytest.raises(RuntimeError, match="another process is training"):
+        run.train()
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("config.toml", lambda text: ""),
+        ("config.toml", lambda text: text.replace("lr = ", "lrr = ")),
+        ("config.toml", lambda text: text + "["),
+    ],
+)
+def test_torn_settings_are_named(tmp_path, file, change):
+    start(tmp_path)
+    path = tmp_path / file
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ValueError, match=f"{path} does not hold a run"):
+        Run.resume(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("key", ["model", "optimizer", "epoch", "log"])
+def test_checkpoints_with_parts_missing_are_named(tmp_path, key):
+    run = start(tmp_path)
+    state = run.trainer.state()
+    del state[key]
+    save_checkpoint(run.checkpoint, state)
+    with pytest.raises(ValueError, match="safetensors does not hold a run"):
+        Run.resume(tmp_path, device="cpu")
+
+
+def test_a_run_remembers_where_its_data_is(tmp_path):
+    start(tmp_path / "run", data=tmp_path)
+    assert f'data = "{tmp_path}"' in (tmp_path / "run" / "config.toml").read_text()
+    Run.resume(tmp_path / "run")
+
+
+def test_resume_takes_no_settings_and_devices_must_exist(tmp_path):
+    for arguments, message in [
+        (["train", "--resume", str(tmp_path), "--epochs", "3"], "leave out --out, --epochs"),
+        (["train", "digits/sgd", "--device", "cuda:7", "--out", str(tmp_path)], "no such device"),
+        (["train"], "give either a preset"),
+        (["evaluate", str(tmp_path), "--samples", "a"], "must be numbers"),
+    ]:
+        if "cuda:7" in arguments and torch.cuda.is_available():
+            continue
+        result = CliRunner().invoke(app, arguments)
+        assert message in str(result.exception)
+
+
+def test_laplace_counts_its_samples(tmp_path):
+    start(tmp_path, "laplace").train()
+    results = evaluate(tmp_path, samples=[2, 64], device="cpu")
+    assert results["2"].nll != results["64"].nll

@@ -508,3 +508,41 @@ def test_no_posterior_inside_sampled():
     optimizer = bsam.BSAM(model.parameters(), num_data=50)
     with optimizer.sampled(), pytest.raises(RuntimeError, match="inside sampled"):
         optimizer.posterior(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("momentum", torch.tensor(0.0), r"'momentum' of parameter 0"),
+        ("momentum", 0.0, "is float: it must be"),
+        ("step", torch.tensor([1, 2]), r"'step' of parameter 0"),
+        ("step", -5, "must be >= 0"),
+    ],
+)
+def test_load_refuses_state_of_other_kinds(name, value, message):
+    w = nn.Parameter(torch.ones(4))
+    optimizer = bsam.BSAM([w], num_data=1000)
+    optimizer.step(lambda: (w**2).sum())
+    state = optimizer.state_dict()
+    state["state"][0][name] = value
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+
+
+def test_posterior_warns_for_groups_added_late():
+    model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+    optimizer = bsam.BSAM(model[0].parameters(), num_data=50, betas=(0.9, 0.5))
+    loss = lambda: sum(layer(torch.ones(4, 3)).pow(2).mean() for layer in model)  # noqa: E731
+    for _ in range(5):
+        optimizer.step(loss)
+    optimizer.add_param_group({"params": model[1].parameters()})
+    optimizer.step(loss)
+    with pytest.warns(UserWarning, match="after 1 steps 50%"):
+        optimizer.posterior(model)
+
+
+def test_numbers_of_numpy_and_numbers_too_large():
+    w = nn.Parameter(torch.ones(2))
+    assert bsam.BSAM([w], num_data=np.int64(50)).effective_num_data == 50
+    with pytest.raises(ValueError, match="num_data"):
+        bsam.BSAM([w], num_data=10**400)

@@ -13,7 +13,8 @@ import sys
 import textwrap
 import warnings
 from collections import OrderedDict, UserDict, namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -186,6 +187,68 @@ def test_closures_that_are_no_closures(name, closure, error, message):
     assert len(optimizer.state) == 0
 
 
+def test_a_warning_that_is_an_error_comes_after_the_step(name):
+    model = network(name)
+    model.register_parameter("unused", nn.Parameter(torch.zeros(2)))
+    optimizer = make(name, model.parameters(), module=model)
+    before = weights(model)
+    with pytest.raises(UserWarning, match="no gradient reached unused"):  # warnings are errors here
+        optimizer.step(cross_entropy(model), *batch())
+    assert not torch.equal(model[0].weight, before[0])  # the step is whole
+    assert len(optimizer.state) == len(before) - 1
+
+
+def test_a_failing_update_restores_weights_gradients_and_buffers(name, monkeypatch):
+    model = network(name)
+    optimizer = make(name, model.parameters(), module=model)
+    optimizer.step(cross_entropy(model), *batch())
+    before = snapshot(model, optimizer)
+
+    def failing(*arguments):
+        next(model.parameters()).add_(1)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(type(optimizer), "_update", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step(cross_entropy(model), *batch())
+    assert_same(snapshot(model, optimizer), before)
+
+
+def test_gradients_of_the_rest_of_the_module_come_back_too(name):
+    model = network(name)
+    optimizer = make(name, model[-1].parameters(), module=model)
+    with pytest.raises(FloatingPointError):
+        optimizer.step(lambda x, y: cross_entropy(model)(x, y) * float("nan"), *batch())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_parameters_foreign_to_the_module_are_refused_later_too(name):
+    model = network(name)
+    optimizer = make(name, model.parameters(), module=model)
+    with pytest.raises(ValueError, match="do not belong to module"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_batch_is_never_written_to(name):
+    class Shared(MutableMapping):
+        def __init__(self, data):
+            self.data = data
+
+        __getitem__ = lambda self, key: self.data[key]  # noqa: E731
+        __setitem__ = lambda self, key, value: self.data.__setitem__(key, value)  # noqa: E731
+        __delitem__ = lambda self, key: self.data.__delitem__(key)  # noqa: E731
+        __iter__ = lambda self: iter(self.data)  # noqa: E731
+        __len__ = lambda self: len(self.data)  # noqa: E731
+
+    model = network(name)
+    x, y = batch()
+    for mapping in (Shared({"x": x, "y": y}), MappingProxyType({"x": x, "y": y})):
+        optimizer = make(name, model.parameters(), splits=2, module=model)
+        optimizer.step(lambda b: cross_entropy(model)(b["x"], b["y"]), mapping)
+        assert mapping["x"] is x
+
+
 # ---------------------------------------------------------------- promise 2: nothing that is not finite gets in
 
 
@@ -325,6 +388,7 @@ def test_load_refuses_other_shapes_before_it_touches_anything(name):
         (lambda s: s["param_groups"][0]["params"].pop(), "parameter groups"),
         (lambda s: s["param_groups"].append(s["param_groups"][0]), "parameter groups"),
         (lambda s: s["param_groups"][0].update(lr=-1.0), "lr=-1.0"),
+        (lambda s: s["state"][0].update({k: v.sum() for k, v in s["state"][0].items() if v.dim()}), "of parameter 0"),
     ]:
         state = optimizer.state_dict()
         state["param_groups"][0]["rho"] = 0.77
@@ -481,7 +545,8 @@ def test_other_types(name, dtype):
 
 def test_new_groups_midway(name):
     a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    optimizer = make(name, [a], splits=1)
+    known = {"module": holding([a, b]), "vectorise": False} if name == "VOGN" else {}
+    optimizer = make(name, [a], splits=1, **known)
     take_step(optimizer, lambda: (a**2).sum() + (b**2).sum())
     assert torch.equal(b, torch.ones(2))
     optimizer.add_param_group({"params": [b], "lr": 0.0})

@@ -221,3 +221,22 @@ def test_agrees_with_another_package():
         theirs.loss_fn(theirs.x, theirs.y).backward()
         other.second_step(zero_grad=True)
     np.testing.assert_allclose(ours.weights(), theirs.weights(), rtol=1e-6)  # it adds 1e-12 to the norm
+
+
+def test_the_state_of_another_base_is_refused_and_nothing_changes():
+    w = nn.Parameter(torch.ones(3))
+    sgd = bsam.SAM([w], torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9)
+    adam = bsam.SAM([w], torch.optim.Adam, rho=0.05, lr=0.1)
+    for optimizer in (sgd, adam):
+        optimizer.step(lambda: (w**2).sum())
+    state, groups = adam.state, adam.param_groups
+    with pytest.raises(KeyError):
+        adam.load_state_dict(sgd.state_dict())
+    assert adam.state is adam.base_optimizer.state is state
+    assert adam.param_groups is adam.base_optimizer.param_groups is groups
+    adam.step(lambda: (w**2).sum())
+
+
+def test_maximize_is_refused():
+    with pytest.raises(ValueError, match="maximize=True does not go with SAM"):
+        bsam.SAM([nn.Parameter(torch.ones(2))], torch.optim.SGD, rho=0.05, lr=0.1, maximize=True)

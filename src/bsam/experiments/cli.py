@@ -21,8 +21,14 @@ def main() -> None:
     except RunInterruptedError as interrupted:
         print(f"bsam: {interrupted}", file=sys.stderr)
         sys.exit(128 + interrupted.number)
-    except (ArithmeticError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:
         if "--debug" in sys.argv:
             raise
-        print(f"bsam: {error.strerror if isinstance(error, OSError) and error.strerror else error}", file=sys.stderr)
+        print(f"bsam: {_sentence(error)}", file=sys.stderr)
         sys.exit(1)
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -114,16 +115,13 @@ def from_mapping(values: Mapping[str, Any]) -> Config:
 
 
 def override(config: Config, changes: Iterable[str]) -> Config:
-    """Apply changes written as `key=value`; values are TOML's or JSON's, strings without quotes."""
+    """Apply changes written as `key=value`: numbers, true, false, null, lists like [1, 2], or text."""
     values = dataclasses.asdict(config)
     for change in changes:
         name, sign, text = change.partition("=")
         if not sign:
             raise ValueError(f"{change!r} is not of the form key=value, like lr=0.1.")
-        try:
-            values[name.strip()] = json.loads(text)
-        except json.JSONDecodeError:
-            values[name.strip()] = text.strip()
+        values[name.strip()] = _parsed(text.strip())
     return from_mapping(values)
 
 
@@ -135,6 +133,13 @@ def to_toml(config: Config) -> str:
         if value != field.default:
             lines.append(f"{name} = {json.dumps(value)}")
     return "\n".join(lines) + "\n"
+
+
+def _parsed(text: str) -> Any:
+    for parse in (json.loads, float):
+        with contextlib.suppress(ValueError):
+            return parse(text)
+    return text.strip("'\"")
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
@@ -150,7 +155,9 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         if isinstance(value, list | tuple):
             return tuple(_typed(name, item, arguments[0]) for item in value)
         raise ValueError(f"{name}={value!r} must be a list, like [100, 120].")
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value} must be a finite number.")
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise ValueError(f"{name}={value!r} must be of type {hint.__name__}.")

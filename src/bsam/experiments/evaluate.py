@@ -61,6 +61,6 @@ def evaluate(
         plt.close(figure)
         results[str(count)] = summary = bsam.metrics.summary(predictions)
         record["evaluations"].setdefault(part, {})[str(count)] = {**summary.as_dict(), "seed": seed}
-    record["evaluations"]["environment"] = environment(dataset.device)
-    write_json(path, record)
+        record["evaluations"]["environment"] = environment(dataset.device)
+        write_json(path, record)
     return results

@@ -68,5 +68,5 @@ def predict(
 ) -> bsam.Predictions:
     """What a method predicts: the average over samples, or, at a Laplace approximation, the linearised model's."""
     if config.method == "laplace" and num_samples and isinstance(posterior, bsam.DiagonalGaussian):
-        return bsam.predict_linearised(model, posterior, data, seed=seed)
+        return bsam.predict_linearised(model, posterior, data, num_samples=num_samples, seed=seed)
     return bsam.predict(model, posterior, data, num_samples=num_samples, seed=seed, progress=False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shlex
 import signal
 import time
 import tomllib
@@ -34,14 +35,18 @@ class RunInterruptedError(Exception):
     """A signal asked the run to stop; it was saved."""
 
     def __init__(self, folder: Path, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}; saved. Go on with: bsam train --resume {folder}")
+        resume = f"bsam train --resume {shlex.quote(str(folder))}"
+        super().__init__(f"stopped by {signal.Signals(number).name}; saved. Go on with: {resume}")
         self.number = number
 
 
 def choose_device(name: str | None = None) -> torch.device:
     """The device to train on: the one named, or the accelerator if there is one, or the CPU."""
     if name is not None:
-        return torch.device(name)
+        device = torch.device(name)
+        if device.type != "cpu" and not torch.get_device_module(device).is_available():
+            raise ValueError(f"--device {name}: there is no such device here, or this torch was built without it.")
+        return device
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -83,8 +88,15 @@ class Run:
             )
         run = cls(folder, config, seed, preset=preset, device=device, data=data)
         folder.mkdir(parents=True, exist_ok=True)
-        head = f"preset = {json.dumps(preset)}\nseed = {seed}\n\n[config]\n"
-        (folder / "config.toml").write_text(head + to_toml(config))
+        origin = {
+            "preset": preset,
+            "seed": seed,
+            "device": device,
+            "data": None if data is None else str(data.resolve()),
+        }
+        head = "".join(f"{name} = {json.dumps(value)}\n" for name, value in origin.items() if value is not None)
+        with open(folder / "config.toml", "x") as file:  # fails if another process was faster
+            file.write(f"{head}\n[config]\n{to_toml(config)}")
         return run
 
     @classmethod
@@ -93,14 +105,20 @@ class Run:
         path = folder / "config.toml"
         if not path.is_file():
             raise FileNotFoundError(f"{folder} holds no run: there is no {path}.")
-        content = tomllib.loads(path.read_text())
-        config = from_mapping(content["config"])
-        run = cls(folder, config, content["seed"], preset=content["preset"], device=device, data=data)
+        with _naming(path):
+            content = tomllib.loads(path.read_text())
+            config, seed, preset = from_mapping(content["config"]), content["seed"], content["preset"]
+        device = device or content.get("device")
+        data = data or (Path(content["data"]) if "data" in content else None)
+        run = cls(folder, config, seed, preset=preset, device=device, data=data)
         if run.checkpoint.exists():
             state = load_checkpoint(run.checkpoint)
-            if from_mapping(state["config"]) != config or state["seed"] != run.seed:
+            with _naming(run.checkpoint):
+                same = from_mapping(state["config"]) == config and state["seed"] == run.seed
+            if not same:
                 raise ValueError(f"{run.checkpoint} belongs to other settings than {path}: one of them was changed.")
-            run.trainer.load_state(state)
+            with _naming(run.checkpoint):
+                run.trainer.load_state(state)
         return run
 
     @property
@@ -131,6 +149,16 @@ class Run:
             RunInterruptedError: SIGINT or SIGTERM arrived; the run is saved.
         """
         trainer = self.trainer
+        with _locked(self.folder / "config.toml"):
+            self._train(trainer, every_minutes, every_epochs, on_step)
+
+    def _train(
+        self,
+        trainer: Trainer,
+        every_minutes: float,
+        every_epochs: int | None,
+        on_step: Callable[[Trainer], None],
+    ) -> None:
         self._write_log()  # drops lines of epochs after the checkpoint, which will be trained again
         saved = time.monotonic()
         with _signals_kept() as arrived:
@@ -146,7 +174,9 @@ class Run:
                     saved = time.monotonic()
                 if arrived:
                     raise RunInterruptedError(self.folder, arrived[0])
-            self.save()  # a signal from here on comes too late: what is left takes no time
+            self.save()
+            if arrived:
+                raise RunInterruptedError(self.folder, arrived[0])
             trainer.posterior().save(self.folder / "posterior.safetensors")
             self._write_record()
 
@@ -169,6 +199,32 @@ class Run:
             "evaluations": {},
         }
         write_json(self.folder / "record.json", record)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turn what bad contents raise into one sentence that names the file."""
+    try:
+        yield
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} does not hold a run of this version: {type(error).__name__}: {reason}") from error
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Let one process at a time train the run."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # no such locks on this system
+        yield
+        return
+    with open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(f"another process is training the run in {path.parent}.") from None
+        yield
 
 
 @contextlib.contextmanager

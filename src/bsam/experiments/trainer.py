@@ -110,9 +110,23 @@ class Trainer:
     def _finish_epoch(self) -> None:
         loss = float(self._loss_sum) / max(self._examples, 1)
         rate = self.config.learning_rate(self.epoch)
-        self.log.append({"epoch": self.epoch + 1, "loss": loss, "lr": rate, "seconds": round(self.seconds, 3)})
+        entry = {"epoch": self.epoch + 1, "loss": loss, "accuracy": self._accuracy(), "lr": rate}
+        self.log.append({**entry, "seconds": round(self.seconds, 3)})
         self.epoch, self.batch = self.epoch + 1, 0
         self._reset_sums()
+
+    @torch.no_grad()
+    def _accuracy(self) -> float:
+        """Of the present weights, on the first thousand training examples or so."""
+        self.model.eval()
+        images, labels = (part[:1024] for part in self.dataset.train)
+        return float((self.model(self.dataset.normalise(images)).argmax(1) == labels).float().mean())
+
+    @property
+    def progress(self) -> float:
+        """Epochs done, with the share of the present one."""
+        batches = self.dataset.num_train / self.config.batch_size
+        return self.epoch + min(1.0, self.batch / batches)
 
     def _reset_sums(self) -> None:
         self._loss_sum = torch.zeros((), device=self.dataset.device)

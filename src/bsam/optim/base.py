@@ -195,7 +195,8 @@ class ProbingOptimizer(Optimizer):
             self._synchronise()
 
         slots = self._slots()
-        grads = [slot.parameter.grad for slot in slots]
+        known = self.module.parameters() if self.module is not None else (slot.parameter for slot in slots)
+        grads = [(parameter, parameter.grad) for parameter in known]
         buffers = bn.BufferSnapshot(bn.all_buffers(self.module) if self.module is not None else ())
         self._away = "inside a step"
         try:
@@ -206,8 +207,8 @@ class ProbingOptimizer(Optimizer):
                 raise FloatingPointError(self._describe_nonfinite(slots, losses, statistics))
             self._clip(statistics[0])
         except BaseException:
-            for slot, grad in zip(slots, grads, strict=True):
-                slot.parameter.grad = grad
+            for parameter, grad in grads:
+                parameter.grad = grad
             buffers.restore()
             raise
         finally:
@@ -222,10 +223,18 @@ class ProbingOptimizer(Optimizer):
             buffers.restore(unless=accept)
         for slot, gradient in zip(slots, statistics[0], strict=True):
             slot.parameter.grad = gradient.to(slot.parameter.dtype) if slot.seen else None
-        self._warn_of_unseen(slots)
         keep = [i for i, slot in enumerate(slots) if slot.seen]
-        self._update([slots[i] for i in keep], tuple([t[i] for i in keep] for t in statistics), accept)
+        try:
+            self._update([slots[i] for i in keep], tuple([t[i] for i in keep] for t in statistics), accept)
+        except BaseException:
+            for slot in slots:
+                slot.parameter.copy_(slot.mean)
+            for parameter, grad in grads:
+                parameter.grad = grad
+            buffers.restore()
+            raise
         torch.clear_autocast_cache()
+        self._warn_of_unseen(slots)
         return losses[0]
 
     def _average(
@@ -270,7 +279,7 @@ class ProbingOptimizer(Optimizer):
         device = slots[0].parameter.device if slots else losses[0].device
         sums = tuple([t * size for t in tensors] for tensors in sums)
         total_losses = [loss.to(device) * size for loss in losses]
-        count = torch.tensor([float(size)], device=device, dtype=torch.float64)
+        count = torch.tensor([float(size)], device=device)
         seen = torch.tensor([float(slot.seen) for slot in slots], device=device)
         statistics: list[Tensor] = []
         if self.module is not None and self._option("batch_norm") != "none":
@@ -361,6 +370,8 @@ class ProbingOptimizer(Optimizer):
         self._check_agreement([*self.param_groups, group])
         for parameter in [params] if isinstance(params, Tensor) else params:
             _check_parameter(parameter[1] if isinstance(parameter, tuple) else parameter)
+        if not isinstance(params, set):  # torch refuses it
+            self._check_belongs([params] if isinstance(params, Tensor) else params)
         return group
 
     def state_dict(self) -> dict[str, Any]:
@@ -375,9 +386,13 @@ class ProbingOptimizer(Optimizer):
             self._check_state_dict(final)
             accepted.update(final)
 
+        before = {"state": self.state, "param_groups": self.param_groups}
         handle = self.register_load_state_dict_pre_hook(check)
         try:
             super().load_state_dict(_copied(state_dict))
+        except BaseException:
+            self.__setstate__(before)
+            raise
         finally:
             handle.remove()
         keys = [key for group in accepted["param_groups"] for key in group["params"]]
@@ -403,8 +418,12 @@ class ProbingOptimizer(Optimizer):
         keys = [key for group in saved for key in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for i, (key, parameter) in enumerate(zip(keys, parameters, strict=True)):
+            present = self.state.get(parameter, {})
             for name, value in state_dict["state"].get(key, {}).items():
-                if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                # Counters and the like have no dimension; what is there already tells which these are.
+                like = present.get(name) if isinstance(present.get(name), Tensor) else None
+                fits = value.shape == like.shape if like is not None and isinstance(value, Tensor) else True
+                if isinstance(value, Tensor) and ((value.dim() and value.shape != parameter.shape) or not fits):
                     raise ValueError(
                         f"the loaded state's {name!r} of parameter {i} has shape {tuple(value.shape)}, the parameter "
                         f"has {tuple(parameter.shape)}: it belongs to another model."
@@ -484,8 +503,12 @@ class ProbingOptimizer(Optimizer):
                 "give process_group= or a DistributedDataParallel module, not both: with process_group= the optimizer "
                 "averages over the ranks itself, so hand it the bare module."
             )
-        known = {id(p) for p in self.module.parameters()}
-        if any(id(p) not in known for group in self.param_groups for p in group["params"]):
+
+    def _check_belongs(self, params: Iterable[Any]) -> None:
+        known = {id(p) for p in self.module.parameters()} if self.module is not None else set()
+        tensors = [p[1] if isinstance(p, tuple) else p for p in params]
+        leaves = [p for p in tensors if isinstance(p, Tensor) and p.is_leaf]  # torch refuses anything else
+        if self.module is not None and any(id(p) not in known for p in leaves):
             raise ValueError("some parameters given to the optimizer do not belong to module=: is it another model?")
 
     def _describe_nonfinite(self, slots: list[Slot], losses: list[Tensor], statistics: tuple[list[Tensor], ...]) -> str:

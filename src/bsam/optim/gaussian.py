@@ -110,8 +110,10 @@ class GaussianOptimizer(ProbingOptimizer):
         """
         model = self._model_or_own(model)
         slots = [slot for slot in self._slots() if slot.group["sample"]]
-        steps = max((int(slot.state["step"]) for slot in slots), default=0)
-        left = max((self._kept(slot.group) ** steps for slot in slots), default=0.0)
+        taken = [(int(slot.state["step"]), self._kept(slot.group)) for slot in slots]
+        taken = [each for each in taken if each[0]] or taken[:1]  # parameters that no gradient reached do not count
+        steps, kept = max(taken, key=lambda each: each[1] ** each[0], default=(0, 0.0))
+        left = kept**steps
         if left > 0.1:
             warnings.warn(
                 f"after {steps} steps {left:.0%} of the precision is still its starting value: train longer, or with a "
@@ -167,15 +169,29 @@ class GaussianOptimizer(ProbingOptimizer):
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
         super()._check_state_dict(state_dict)
-        for key, state in state_dict["state"].items():
-            self._check_state(key, state)
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for key, parameter in zip(keys, parameters, strict=True):
+            if key in state_dict["state"]:
+                self._check_shapes(key, state_dict["state"][key], parameter)
+                self._check_state(key, state_dict["state"][key])
+
+    def _check_shapes(self, key: Any, state: dict[str, Any], parameter: Tensor) -> None:
+        """Raise unless the loaded state of a parameter has what a fresh one has, in its shapes."""
+        for name, like in self._fresh_state(parameter, self.param_groups[0]).items():
+            if name not in state:
+                raise ValueError(f"the loaded state of parameter {key} has no {name!r}: is it another optimizer's?")
+            value = state[name]
+            if name == "step" and isinstance(value, int | float):
+                value = torch.tensor(value)  # as older versions of torch saved it
+            if not isinstance(value, Tensor) or value.shape != like.shape:
+                seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(f"the loaded {name!r} of parameter {key} is {seen}: it must be {tuple(like.shape)}.")
+            if name == "step" and value < 0:
+                raise ValueError(f"the loaded step of parameter {key} is {value.item()}: it must be >= 0.")
 
     def _check_state(self, key: Any, state: dict[str, Any]) -> None:
-        """Raise unless the loaded state of a parameter is one of this optimizer."""
-        fresh = self._fresh_state(torch.empty(0), self.param_groups[0])
-        missing = [name for name in fresh if name not in state]
-        if missing:
-            raise ValueError(f"the loaded state of parameter {key} has no {missing[0]!r}: is it another optimizer's?")
+        """Raise unless the loaded values of a parameter's state are possible."""
         if not bool(state["momentum"].isfinite().all()):
             raise ValueError(f"the loaded momentum of parameter {key} is not finite everywhere.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,9 @@ def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
 def _number(name: str, value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"Tensor {name} must be 1-element, not of shape {tuple(value.shape)}.")
-    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | Tensor):
         raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}.")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

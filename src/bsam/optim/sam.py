@@ -104,7 +104,8 @@ class SAM(ProbingOptimizer):
         self._check_group({**defaults, **base_kwargs})
         super().__init__(params, defaults, module=module, process_group=process_group)
         self.base_optimizer = base_optimizer(self.param_groups, **base_kwargs)
-        if inspect.signature(self.base_optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+        closure = inspect.signature(self.base_optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(
                 f"{type(self.base_optimizer).__name__} evaluates the loss by itself, so SAM cannot hand it a gradient."
             )
@@ -119,6 +120,10 @@ class SAM(ProbingOptimizer):
         options.one_of("perturb", group["perturb"], (True, False))
         if "lr" in group:
             options.non_negative("lr", group["lr"])
+        if group.get("maximize"):
+            raise ValueError(
+                "maximize=True does not go with SAM, which looks for the worst loss nearby: negate the loss."
+            )
 
     def _probe(self, slots: list[Slot], grad_at: GradAt, split: int) -> Probe:
         g, loss = grad_at(None for _ in slots)  # line 2
