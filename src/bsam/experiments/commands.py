@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -67,7 +69,10 @@ def configs(
     for full in preset_names():
         block, _, method = full.rpartition("/")
         blocks.setdefault(block, []).append(method)
-    table = Table("block", "data, network, epochs", "methods")
+    table = Table(box=box.SIMPLE)
+    table.add_column("block", no_wrap=True)
+    table.add_column("data, network, epochs")
+    table.add_column("methods")
     for block, methods in blocks.items():
         config = preset(f"{block}/{methods[0]}")
         table.add_row(block, f"{config.dataset}, {config.model}, {config.total_epochs}", ", ".join(methods))
@@ -102,6 +107,8 @@ def train(
     if (name is None) == (resume is None):
         raise ValueError("give either a preset, like `bsam train digits/bsam`, or --resume FOLDER.")
     if resume is not None:
+        if out is not None or epochs is not None or change or seeds != 1:
+            raise ValueError("--resume goes on with the run as it is: leave out --out, --epochs, --set and --seeds.")
         run = Run.resume(resume, device=device, data=data)
         if run.finished and (resume / "record.json").exists():
             Console().print(f"{resume} is finished. Look at it with: bsam evaluate {resume}", highlight=False)
@@ -112,6 +119,10 @@ def train(
     changes = [*(change or []), *([f"epochs={epochs}"] if epochs else [])]
     config = override(preset(name), changes)
     folder = out or Path("runs") / name
+    taken = [s for s in range(first_seed, first_seed + seeds) if (folder / f"seed{s}" / "config.toml").exists()]
+    if taken:
+        where = folder / f"seed{taken[0]}"
+        raise FileExistsError(f"{where} holds a run already: bsam train --resume {where}, or choose another --out.")
     for seed in range(first_seed, first_seed + seeds):
         run = Run.start(folder / f"seed{seed}", config, seed, preset=name, device=device, data=data)
         _train(run, save_minutes, save_epochs)
@@ -122,9 +133,7 @@ def _train(run: Run, save_minutes: float, save_epochs: int | None) -> None:
     columns = (
         TextColumn(f"{METHODS[config.method]} on {config.dataset}, seed {run.seed}"),
         BarColumn(),
-        TextColumn("epoch"),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
+        TextColumn("epoch {task.completed:.1f}/{task.total} {task.fields[loss]}"),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
@@ -133,8 +142,9 @@ def _train(run: Run, save_minutes: float, save_epochs: int | None) -> None:
         task = bar.add_task("", total=config.total_epochs, loss="")
 
         def show(trainer: Trainer) -> None:
-            last = f"loss {trainer.log[-1]['loss']:.4f}" if trainer.log else ""
-            bar.update(task, completed=trainer.epoch, loss=last)
+            last = trainer.log[-1] if trainer.log else None
+            text = f"loss {last['loss']:.4f} accuracy {last['accuracy']:.1%}" if last else ""
+            bar.update(task, completed=trainer.progress, loss=text)
 
         show(run.trainer)
         run.train(every_minutes=save_minutes, every_epochs=save_epochs, on_step=show)
@@ -163,7 +173,9 @@ def evaluate(
     except ValueError:
         raise ValueError(f"--samples {samples} must be numbers with commas between, like 0,8,64.") from None
     results = evaluate_run(run, samples=counts, part=part, device=device, data=data)
-    table = Table("samples", "accuracy ↑", "NLL ↓", "ECE ↓", "AUROC ↑", title=f"{run}, {part}: with 95% intervals")
+    table = Table(
+        "samples", "accuracy ↑", "NLL ↓", "ECE ↓", "AUROC ↑", title=f"{run}, {part}: 95% intervals", box=box.SIMPLE
+    )
     for count, summary in results.items():
         cells = []
         for metric, digits in experiment.DIGITS.items():
@@ -177,7 +189,7 @@ def evaluate(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the page and its numbers.")] = Path("report"),
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds for each method.", show_default="5")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds for each method.", show_default="3")] = None,
     tune: Annotated[
         bool, typer.Option("--tune", help="Choose the settings anew on the validation part; 20 minutes.")
     ] = False,
@@ -188,6 +200,7 @@ def demo(
 
     [bold]bsam demo --seeds 2 --out /tmp/report[/bold]
     """
+    torch.set_num_threads(1)  # the networks are tiny: threads would wait for each other
     settings = experiment.load_demo()
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
@@ -205,7 +218,7 @@ def demo(
         record, predictions = experiment.run_digits(settings, advance)
         maps = experiment.moons(settings, advance)
 
-    table = Table(title=f"Digits, test part: mean (sd) over {settings.seeds} seeds")
+    table = Table(title=f"Digits, test part: mean (sd) over {settings.seeds} seeds", box=box.SIMPLE)
     for column in ("method", "accuracy ↑", "NLL ↓", "ECE ↓", "AUROC ↑"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for name, row in experiment.cells(record):
@@ -214,6 +227,49 @@ def demo(
     write_json(out / "results.json", record)
     page = write_demo_page(out, record, predictions, maps)
     console.print(f"Look at it: [link={page.resolve().as_uri()}]{escape(str(page))}[/link]", highlight=False)
+
+
+@app.command()
+def figure(
+    name: Annotated[str, typer.Argument(help="A figure, `all` of them, their `numbers`, or `list`.")] = "list",
+    out: Annotated[
+        Path | None, typer.Option(help="File to write, or folder for all.", show_default="NAME.png, or figures")
+    ] = None,
+) -> None:
+    """Draw a figure of the theory, or list them.
+
+    The paper's figures on toy problems; all of them take about two minutes. Examples:
+
+    [bold]bsam figure smoothing --out smoothing.svg[/bold]
+
+    [bold]bsam figure all --out figures[/bold]
+    """
+    from bsam.experiments import figures  # needs the extra `theory`
+    from bsam.experiments.figures.numbers import compute_numbers
+
+    console = Console()
+    if name == "list":
+        table = Table("figure", "what it shows")
+        for key, found in figures.FIGURES.items():
+            table.add_row(key, found.what)
+        console.print(table)
+        console.print("Draw one with: bsam figure NAME --out FILE", highlight=False)
+        return
+    if name == "all":
+        folder = out or Path("figures")
+        folder.mkdir(parents=True, exist_ok=True)
+        with console.status("computing"):
+            write_json(folder / "figures.json", compute_numbers())  # the figures draw what this has computed
+        console.print(f"{folder / 'figures.json'}", highlight=False)
+        for key in figures.FIGURES:
+            console.print(f"{figures.draw(key, folder / f'{key}.png')}", highlight=False)
+        return
+    if name == "numbers":
+        path = out or Path("figures.json")
+        write_json(path, compute_numbers())
+    else:
+        path = figures.draw(name, out or Path(f"{name}.png"))
+    console.print(f"{path}", highlight=False)
 
 
 @contextmanager

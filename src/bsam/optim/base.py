@@ -110,6 +110,8 @@ class ProbingOptimizer(Optimizer):
     # by name. See `grad_scale`.
     _step_supports_amp_scaling = True
 
+    _made = False  # until the constructor is done: torch checks all groups first, then we check the module
+
     whole_options: tuple[str, ...] = ("splits", "nonfinite", "max_grad_norm", "batch_norm")
     """Options of the whole optimizer. They are in every group, so that `state_dict` holds them, and must agree."""
 
@@ -127,6 +129,7 @@ class ProbingOptimizer(Optimizer):
         self._check_group(defaults)
         super().__init__(params, defaults)
         self._check_module()
+        self._made = True
 
     def _reset(self) -> None:
         """Set what is neither option nor state: a copy or a restored optimizer starts with this."""
@@ -370,7 +373,7 @@ class ProbingOptimizer(Optimizer):
         self._check_agreement([*self.param_groups, group])
         for parameter in [params] if isinstance(params, Tensor) else params:
             _check_parameter(parameter[1] if isinstance(parameter, tuple) else parameter)
-        if not isinstance(params, set):  # torch refuses it
+        if self._made and not isinstance(params, set):  # torch refuses a set
             self._check_belongs([params] if isinstance(params, Tensor) else params)
         return group
 
@@ -439,6 +442,7 @@ class ProbingOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._made = True
         if "_away" not in self.__dict__:
             self._reset()
         for group in self.param_groups:  # a state saved by an older version
@@ -503,6 +507,7 @@ class ProbingOptimizer(Optimizer):
                 "give process_group= or a DistributedDataParallel module, not both: with process_group= the optimizer "
                 "averages over the ranks itself, so hand it the bare module."
             )
+        self._check_belongs(p for group in self.param_groups for p in group["params"])
 
     def _check_belongs(self, params: Iterable[Any]) -> None:
         known = {id(p) for p in self.module.parameters()} if self.module is not None else set()
