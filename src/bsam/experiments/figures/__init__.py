@@ -1,0 +1,110 @@
+"""The paper's figures on toy problems, computed with `bsam.theory` and the package's own optimizers.
+
+A figure is a function that computes a frozen dataclass and one that draws it. `bsam figure NAME --out FILE` does both,
+`bsam figure all --out FOLDER` for all of them, and writes the numbers behind them (`numbers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from bsam.experiments.figures import duality, logistic, moons, objectives, relaxed
+from bsam.experiments.figures.style import new_figure, save
+
+__all__ = ["FIGURES", "Picture", "draw", "picture"]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """How a figure is made."""
+
+    what: str
+    """In a few words, with its place in the paper."""
+    size: tuple[float, float]
+    """Width and height in inches."""
+    compute: Callable[[], Any]
+    draw: Callable[[Any, Figure], None]
+
+
+FIGURES: dict[str, Picture] = {
+    "sam-vs-bayes": Picture(
+        "max-loss in a ball, expected loss under a Gaussian (Figure 1a)",
+        (9, 3.3),
+        objectives.compute_neighbourhood,
+        objectives.draw_sam_vs_bayes,
+    ),
+    "worst-case": Picture(
+        "what f** is: the worst expected loss for given mean and variance (not in the paper)",
+        (7.5, 3.6),
+        objectives.compute_neighbourhood,
+        objectives.draw_worst_case,
+    ),
+    "smoothing": Picture(
+        "loss, expected loss and relaxation for growing variances (Figure 1b)",
+        (10, 3.2),
+        objectives.compute_smoothing,
+        objectives.draw_smoothing,
+    ),
+    "theorem-2": Picture(
+        "SAM's minimiser is the relaxation's (the star of Figure 1b)",
+        (9.5, 3.6),
+        objectives.compute_theorem_2,
+        objectives.draw_theorem_2,
+    ),
+    "dual-spaces": Picture(
+        "expectation and natural parameters of a Gaussian (Figure 2a)",
+        (9, 3.6),
+        duality.compute_spaces,
+        duality.draw_dual_spaces,
+    ),
+    "biconjugate": Picture(
+        "f and f** over mu and over mean and variance (Figures 2b and 2c)",
+        (10, 4.4),
+        duality.compute_surfaces,
+        duality.draw_biconjugate,
+    ),
+    "logistic": Picture(
+        "predictions of exact Bayes, bSAM, SAM and SAM + Laplace (Figure 3)",
+        (10, 2.9),
+        logistic.compute_logistic,
+        logistic.draw_logistic,
+    ),
+    "logistic-posterior": Picture(
+        "their data, posterior and posterior shapes (appendix, logistic regression)",
+        (10, 3.7),
+        logistic.compute_logistic,
+        logistic.draw_posterior,
+    ),
+    "moons": Picture(
+        "predictions of bSAM, SAM and SAM + Laplace on two moons (appendix)",
+        (10, 3.3),
+        moons.compute_moons,
+        moons.draw_moons,
+    ),
+    "relaxed-bayes": Picture(
+        "posteriors of Bayes and relaxed Bayes, and the ELBO gap (appendix, f** instead of f)",
+        (10, 4),
+        relaxed.compute_relaxed,
+        relaxed.draw_relaxed,
+    ),
+}
+
+
+def picture(name: str) -> Picture:
+    """The figure of that name."""
+    if name not in FIGURES:
+        raise ValueError(f"there is no figure {name!r}. There are: {', '.join(FIGURES)}.")
+    return FIGURES[name]
+
+
+def draw(name: str, path: Path) -> Path:
+    """Compute a figure and write it; the ending of the path says how: .png, .svg or .pdf."""
+    found = picture(name)
+    figure = new_figure(*found.size)
+    found.draw(found.compute(), figure)
+    return save(figure, path)

@@ -1,0 +1,383 @@
+r"""Logistic regression with two weights: exact Bayes, bSAM, SAM, Laplace at SAM's solution (Figure 3, appendix F.1).
+
+The paper prints neither its data nor its settings. Ours, chosen before anything was looked at and not changed since:
+
+- the data are `bsam.theory.losses.separable_data()`, N = 60, the prior is N(0, I), and no minibatches;
+- bSAM has the optimizer's defaults, which are the paper's settings of its networks: lr 0.1, betas (0.9, 0.999), rho
+  0.01, damping gamma = 0.1; 8,000 steps, cosine to zero;
+- SAM is SGD with the same prior, rho = 0.05 as in the paper's tables, 2,000 steps; Laplace takes the exact diagonal
+  Hessian there.
+
+What bSAM's variances can be. On a quadratic of curvature h (of the mean loss) the precision of Algorithm 1 settles at
+
+    N s* = N (delta + gamma + h sqrt(2 / (pi N)))                  not at Bayes' N (delta + h)
+
+because the algorithm leaves out a sqrt(N) of its derivation (`bsam.theory.derivation`): it sees a fraction of the
+curvature, and the damping gamma, which has no place in the derivation, decides how wide the posterior is. So there are
+two more results, to tell the two apart: bSAM with gamma = 0, and the derivation's update, with its sqrt(N) and with
+gamma = 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from torch import Tensor, nn
+
+import bsam
+from bsam.experiments.figures.style import BLACK, BLUE, GRAY, GREEN, ORANGE, PURPLE, RED, ellipse, probability, scatter
+from bsam.experiments.figures.threads import one_thread
+from bsam.theory.derivation import bsam_update
+from bsam.theory.fenchel import expectation
+from bsam.theory.gaussian import Array
+from bsam.theory.losses import Loss, logistic_regression, separable_data
+
+__all__ = [
+    "Gaussian",
+    "Logistic",
+    "Settings",
+    "compute_logistic",
+    "draw_logistic",
+    "draw_posterior",
+    "stationary_precision",
+]
+
+METHODS = {
+    "exact": "exact Bayes",
+    "bsam": "bSAM",
+    "sam": "SAM, point estimate",
+    "laplace": "SAM + Laplace",
+    "mean_field": "Bayes, diagonal",
+    "bsam_undamped": "bSAM, gamma = 0",
+    "bsam_sqrt_n": "bSAM with sqrt(N), gamma = 0",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that was chosen, see the module."""
+
+    prior_precision: float = 1.0
+    bsam_steps: int = 8000
+    bsam_lr: float = 0.1
+    bsam_rho: float = 0.01
+    bsam_damping: float = 0.1
+    bsam_betas: tuple[float, float] = (0.9, 0.999)
+    sam_steps: int = 2000
+    sam_lr: float = 1.0
+    sam_rho: float = 0.05
+    seed: int = 0
+    weight_grid: int = 241
+    map_grid: int = 61
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """A Gaussian over the two weights."""
+
+    mean: Array
+    covariance: Array
+
+    @property
+    def variances(self) -> Array:
+        """The diagonal of the covariance."""
+        return np.diag(self.covariance)
+
+
+@dataclass(frozen=True)
+class Logistic:
+    """All results.
+
+    Args:
+        settings: What was chosen.
+        features: (N, 2).
+        labels: -1 or 1.
+        x: Grid of both features.
+        maps: By method, p(y = 1) on the grid, (x_2, x_1).
+        weights: Grid of both weights.
+        density: Of the exact posterior, (w_2, w_1).
+        mode: The MAP estimate.
+        samples: Of the exact posterior, (n, 2).
+        point: SAM's solution.
+        gaussians: By method; that of `exact` has the exact posterior's moments.
+        stationary: By variant of bSAM, the variances that s* gives, with the curvature averaged over its own Gaussian.
+        fixed_point: The same for the true E|g| in place of a quadratic's.
+    """
+
+    settings: Settings
+    features: Array
+    labels: Array
+    x: Array
+    maps: dict[str, Array]
+    weights: Array
+    density: Array
+    mode: Array
+    samples: Array
+    point: Array
+    gaussians: dict[str, Gaussian]
+    stationary: dict[str, Array]
+    fixed_point: dict[str, Array]
+
+    def distance(self, method: str) -> float:
+        """Total variation distance of the predictive to exact Bayes: the mean over the map of |p - p_exact|."""
+        return float(np.abs(self.maps[method] - self.maps["exact"]).mean())
+
+
+def stationary_precision(
+    curvature: Array, *, num_data: int, prior_precision: float, damping: float, sqrt_num_data: bool = False
+) -> Array:
+    """N s*, the posterior precision that Algorithm 1 settles at on a quadratic.
+
+    Args:
+        curvature: h, of the mean loss.
+        num_data: N.
+        prior_precision: N delta.
+        damping: gamma.
+        sqrt_num_data: Whether the update has the derivation's sqrt(N).
+
+    >>> stationary_precision(np.array([1.0]), num_data=100, prior_precision=1.0, damping=0.0).round(2)
+    array([8.98])
+    """
+    N = num_data
+    share = np.sqrt(2 / np.pi) if sqrt_num_data else np.sqrt(2 / (np.pi * N))
+    return np.asarray(prior_precision + N * damping + N * curvature * share)
+
+
+@cache
+@one_thread()
+def compute_logistic(settings: Settings = Settings()) -> Logistic:  # noqa: B008
+    """Run every method."""
+    features, labels = separable_data()
+    loss, N = logistic_regression(features, labels), len(labels)
+    x, y = torch.from_numpy(features), torch.from_numpy((labels + 1) / 2)
+    grid = np.linspace(-8, 8, settings.map_grid)
+    points = np.stack(np.meshgrid(grid, grid), -1).reshape(-1, 2)
+    inputs = torch.from_numpy(points)
+
+    weights = np.linspace(-3, 7, settings.weight_grid)
+    mesh = np.stack(np.meshgrid(weights, weights), -1).reshape(-1, 2)
+    log_density = -loss(mesh) - settings.prior_precision / 2 * (mesh**2).sum(1)
+    mass = np.exp(log_density - log_density.max())
+    mass /= mass.sum()
+    mean = mass @ mesh
+    gaussians = {"exact": Gaussian(mean, (mesh - mean).T @ ((mesh - mean) * mass[:, None]))}
+    likely = mass > 1e-12
+    predictive = np.concatenate([_sigmoid(part @ mesh[likely].T) @ mass[likely] for part in np.array_split(points, 40)])
+    generator = np.random.default_rng(settings.seed)
+    chosen = mesh[generator.choice(len(mesh), size=10, p=mass)]
+    samples = chosen + (weights[1] - weights[0]) * generator.uniform(-0.5, 0.5, chosen.shape)
+
+    def as_map(p: Array | Tensor) -> Array:
+        return np.asarray(p).reshape(len(grid), len(grid))
+
+    maps = {"exact": as_map(predictive)}
+    stationary, fixed_point = {}, {}
+    for name, damping in (("bsam", settings.bsam_damping), ("bsam_undamped", 0.0)):
+        model, posterior = _train_bsam(x, y, settings, damping)
+        predictions = bsam.predict_linearised(model, posterior, inputs, likelihood="bernoulli", batch_size=4096)
+        maps[name] = as_map(predictions.probs[:, 1])  # the model is linear, so nothing is approximated
+        gaussians[name] = _gaussian_of(posterior)
+        stationary[name], fixed_point[name] = _predicted_variances(loss, gaussians[name], settings, damping, N)
+
+    model = _train_sam(x, y, settings)
+    point = model.weight.detach().numpy().ravel().copy()
+    maps["sam"] = as_map(_sigmoid(points @ point))
+    posterior = bsam.laplace(model, "bernoulli", (x, y), prior_precision=settings.prior_precision, curvature="hessian")
+    predictions = bsam.predict_linearised(model, posterior, inputs, likelihood="bernoulli", batch_size=4096)
+    maps["laplace"], gaussians["laplace"] = as_map(predictions.probs[:, 1]), _gaussian_of(posterior)
+
+    gaussians["mean_field"] = _mean_field(loss, settings.prior_precision, gaussians["laplace"])
+    gaussians["bsam_sqrt_n"] = _with_sqrt_n(loss, settings, N)
+    stationary["bsam_sqrt_n"], fixed_point["bsam_sqrt_n"] = _predicted_variances(
+        loss, gaussians["bsam_sqrt_n"], settings, 0.0, N, sqrt_n=True
+    )
+    for name in ("mean_field", "bsam_sqrt_n"):
+        maps[name] = as_map(_predictive(points, gaussians[name]))
+    return Logistic(
+        settings=settings,
+        features=features,
+        labels=labels,
+        x=grid,
+        maps=maps,
+        weights=weights,
+        density=mass.reshape(len(weights), -1) / (weights[1] - weights[0]) ** 2,
+        mode=_mode(loss, settings.prior_precision),
+        samples=samples,
+        point=point,
+        gaussians=gaussians,
+        stationary=stationary,
+        fixed_point=fixed_point,
+    )
+
+
+def _sigmoid(z: Array) -> Array:
+    return np.exp(-np.logaddexp(0, -z))
+
+
+def _linear() -> nn.Linear:
+    model = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def _train_bsam(x: Tensor, y: Tensor, settings: Settings, damping: float) -> tuple[nn.Linear, bsam.DiagonalGaussian]:
+    model = _linear()
+    optimizer = bsam.BSAM(
+        model.parameters(),
+        lr=settings.bsam_lr,
+        num_data=len(x),
+        rho=settings.bsam_rho,
+        prior_precision=settings.prior_precision,
+        betas=settings.bsam_betas,
+        damping=damping,
+        seed=settings.seed,
+    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=settings.bsam_steps)
+    for _ in range(settings.bsam_steps):
+        optimizer.step(lambda x, y: F.binary_cross_entropy_with_logits(model(x)[:, 0], y), x, y)
+        scheduler.step()
+    return model, optimizer.posterior(model)
+
+
+def _train_sam(x: Tensor, y: Tensor, settings: Settings) -> nn.Linear:
+    model = _linear()
+    decay = settings.prior_precision / len(x)
+    optimizer: Any = bsam.SAM(
+        model.parameters(), torch.optim.SGD, rho=settings.sam_rho, lr=settings.sam_lr, weight_decay=decay
+    )
+    for _ in range(settings.sam_steps):
+        optimizer.step(lambda x, y: F.binary_cross_entropy_with_logits(model(x)[:, 0], y), x, y)
+    return model
+
+
+def _gaussian_of(posterior: bsam.DiagonalGaussian) -> Gaussian:
+    mean, std = (part["weight"].double().numpy().ravel() for part in (posterior.mean, posterior.std))
+    return Gaussian(mean, np.diag(std**2))
+
+
+def _predictive(points: Array, q: Gaussian) -> Array:
+    variance = ((points @ q.covariance) * points).sum(1)
+    return np.asarray(expectation(_sigmoid, points @ q.mean, variance, tolerance=1e-6).value)
+
+
+def _mode(loss: Loss, prior_precision: float) -> Array:
+    theta = np.zeros(2)
+    for _ in range(50):  # Newton's method
+        gradient = loss.gradient(theta) + prior_precision * theta
+        theta = theta - np.linalg.solve(loss.hessian(theta) + prior_precision * np.eye(2), gradient)
+    return theta
+
+
+def _mean_field(
+    loss: Loss, prior_precision: float, start: Gaussian, num_steps: int = 150, rate: float = 0.2
+) -> Gaussian:
+    """The diagonal Gaussian of highest ELBO, by the Bayesian learning rule."""
+    omega, s = start.mean, 1 / start.variances
+    for _ in range(num_steps):
+        V = np.diag(1 / s)
+        g = expectation(loss.gradient, omega, V, dim=2, tolerance=1e-6).value
+        h = np.diag(expectation(loss.hessian, omega, V, dim=2, tolerance=1e-6).value)
+        s = (1 - rate) * s + rate * (h + prior_precision)
+        omega = omega - rate / s * (g + prior_precision * omega)
+    return Gaussian(omega, np.diag(1 / s))
+
+
+def _with_sqrt_n(loss: Loss, settings: Settings, N: int) -> Gaussian:
+    """Algorithm 1 with the sqrt(N) of its derivation and without damping (and momentum)."""
+    generator = np.random.default_rng(settings.seed)
+    omega, s = np.zeros(2), np.ones(2)
+    for step in range(settings.bsam_steps):
+        g = loss.gradient(omega + generator.standard_normal(2) / np.sqrt(N * s)) / N
+        omega, s = bsam_update(
+            omega,
+            s,
+            g,
+            loss.gradient(omega + settings.bsam_rho * g / s) / N,
+            num_data=N,
+            delta=settings.prior_precision / N,
+            learning_rate=settings.bsam_lr / 2 * (1 + np.cos(np.pi * step / settings.bsam_steps)),
+            beta2=settings.bsam_betas[1],
+            damping=0.0,
+            sqrt_num_data=True,
+        )
+    return Gaussian(omega, np.diag(1 / (N * s)))
+
+
+def _predicted_variances(
+    loss: Loss, q: Gaussian, settings: Settings, damping: float, N: int, *, sqrt_n: bool = False
+) -> tuple[Array, Array]:
+    """Of s*, for a quadratic of the mean curvature under q; and of s = delta + gamma + sqrt(s) E|g| around q's mean."""
+    h = np.diag(expectation(loss.hessian, q.mean, q.covariance, dim=2, tolerance=1e-6).value) / N
+    options: Any = {"num_data": N, "prior_precision": settings.prior_precision, "damping": damping}
+    z = np.stack(np.meshgrid(*[np.linspace(-5, 5, 101)] * 2), -1).reshape(-1, 2)
+    weights = np.exp(-(z**2).sum(1) / 2)
+    weights /= weights.sum()
+    s = 1 / (N * q.variances)
+    for _ in range(50):
+        g = weights @ np.abs(loss.gradient(q.mean + z / np.sqrt(N * s))) / N
+        s = s / 2 + (settings.prior_precision / N + damping + np.sqrt(N * s if sqrt_n else s) * g) / 2
+    return 1 / stationary_precision(h, sqrt_num_data=sqrt_n, **options), 1 / (N * s)
+
+
+def draw_logistic(result: Logistic, figure: Figure) -> None:
+    """Figure 3: predictive probabilities, white where they are 0.5, lines at 0.1, 0.5 and 0.9."""
+    panels = figure.subplots(1, 4, sharey=True)
+    for axes, method in zip(panels, ("exact", "bsam", "sam", "laplace"), strict=True):
+        image = probability(axes, result.x, result.x, result.maps[method], result.features, result.labels)
+        title = (
+            METHODS[method] if method == "exact" else f"{METHODS[method]}\nTV to exact {result.distance(method):.3f}"
+        )
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("x_1")
+    panels[0].set_ylabel("x_2")
+    figure.colorbar(image, ax=panels, ticks=[0, 0.5, 1], label="p(y = 1)", shrink=0.9)
+
+
+def draw_posterior(result: Logistic, figure: Figure) -> None:
+    """Appendix F.1: data with decision boundaries, the exact posterior, and the shapes that the methods find."""
+    left, middle, right = figure.subplots(1, 3)
+    scatter(left, result.features, result.labels)
+    reach = np.array([-6.0, 6.0])
+    for k, w in enumerate(result.samples):
+        left.plot(reach, -w[0] / w[1] * reach, color=ORANGE, lw=0.9, label="posterior samples" if k == 0 else None)
+    left.plot(reach, -result.mode[0] / result.mode[1] * reach, color=BLACK, lw=2, label="MAP")
+    left.set(xlim=(-5, 4), ylim=(-4, 5), xlabel="x_1", ylabel="x_2", title="data and decision boundaries")
+    left.legend(fontsize=8, loc="lower left")
+    filled = middle.contourf(result.weights, result.weights, result.density, levels=10, cmap="Blues")
+    filled.set_rasterized(True)
+    middle.plot(*result.mode, "X", color=BLACK, ms=9, label="MAP")
+    middle.plot(result.samples[:, 0], result.samples[:, 1], "^", color=ORANGE, mec=BLACK, mew=0.4, label="samples")
+    middle.set_title("exact posterior")
+    middle.legend(fontsize=8, loc="upper left")
+    _shapes(right, result)
+    for axes in (middle, right):
+        axes.set(xlim=(-0.4, 4.4), ylim=(-0.8, 4.6), xlabel="w_1", ylabel="w_2")
+    for axes in (left, middle, right):
+        axes.title.set_fontsize(10)
+
+
+def _shapes(axes: Axes, result: Logistic) -> None:
+    axes.contour(result.weights, result.weights, result.density, levels=4, colors=GRAY, linewidths=0.7)
+    styles: dict[str, tuple[str, str]] = {
+        "mean_field": (BLACK, "-"),
+        "bsam": (RED, "-"),
+        "bsam_undamped": (RED, ":"),
+        "bsam_sqrt_n": (PURPLE, "-."),
+        "laplace": (GREEN, "--"),
+    }
+    for method, (colour, style) in styles.items():
+        q = result.gaussians[method]
+        ellipse(axes, q.mean, q.covariance, ec=colour, ls=style, lw=1.8)
+    axes.plot(*result.point, "*", color=BLUE, ms=12, mec=BLACK, mew=0.5)
+    handles = [Line2D([], [], color=c, ls=s, lw=1.8, label=METHODS[m]) for m, (c, s) in styles.items()]
+    star = Line2D([], [], color=BLUE, marker="*", ls="", ms=10, mec=BLACK, mew=0.5, label="SAM")
+    axes.legend(handles=[*handles, star], fontsize=7, loc="upper left")
+    axes.set_title("shapes: 90% of the mass")

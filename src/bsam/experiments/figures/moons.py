@@ -1,0 +1,79 @@
+"""Two moons with a 2-24-12-12-1 network: bSAM, SAM, and SAM with a linearised Laplace approximation (appendix F.2).
+
+The settings are those of the authors' demo, as `bsam demo` has them, except that bSAM keeps the paper's beta2 = 0.999:
+with 1,000 steps its precision is then still partly its start, s = 1. With beta2 = 0.99, which was tried first, s falls
+to the damping, 0.1; for N = 100 that is a standard deviation of 0.3 for every weight, and the network does not learn
+the moons through so much noise. It is kept in the results, not in the picture.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from bsam.experiments.demo import Map, load_demo, moons
+from bsam.experiments.figures.style import probability
+from bsam.experiments.figures.threads import one_thread
+
+__all__ = ["Moons", "compute_moons", "draw_moons"]
+
+FORGETFUL = "bsam, beta2 = 0.99"
+TITLES = {"bsam": "bSAM", "sam-sgd": "SAM", "laplace": "SAM + Laplace, linearised"}
+
+
+@dataclass(frozen=True)
+class Moons:
+    """The maps of the three methods, in the paper's order, and of `FORGETFUL`."""
+
+    maps: dict[str, Map]
+
+    def certain_far_away(self, method: str) -> float:
+        """Which share of the map outside the data's own box has a class of more than 95%."""
+        found = self.maps[method]
+        low, high = found.points.min(0).values.numpy() - 0.5, found.points.max(0).values.numpy() + 0.5
+        x, y = np.meshgrid(found.x.numpy(), found.y.numpy())
+        outside = (x < low[0]) | (x > high[0]) | (y < low[1]) | (y > high[1])
+        p = found.probability.numpy()[outside]
+        return float(np.mean(np.maximum(p, 1 - p) > 0.95))
+
+    def accuracy(self, method: str) -> float:
+        """Which share of the training points lies on its side of the map (at the grid's nearest point)."""
+        found = self.maps[method]
+        column = (found.points[:, :1] - found.x).abs().argmin(1)
+        row = (found.points[:, 1:] - found.y).abs().argmin(1)
+        return float(((found.probability[row, column] > 0.5) == (found.labels == 1)).double().mean())
+
+
+@cache
+@one_thread()
+def compute_moons(epochs: int | None = None) -> Moons:
+    """Train the three methods, with one seed."""
+    demo = load_demo()
+    configs = {**demo.moons, "bsam": replace(demo.moons["bsam"], beta2=0.999)}
+    forgetful = {"bsam": replace(demo.moons["bsam"], beta2=0.99, damping=0.1)}
+    if epochs is not None:
+        configs, forgetful = (
+            {method: replace(config, epochs=epochs) for method, config in part.items()} for part in (configs, forgetful)
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "after .* steps", UserWarning)  # of the start in s: it is meant
+        maps = moons(replace(demo, moons=configs))
+        other = moons(replace(demo, moons=forgetful))["bsam"]
+    return Moons({**{method: maps[method] for method in TITLES}, FORGETFUL: other})
+
+
+def draw_moons(result: Moons, figure: Figure) -> None:
+    """The three maps, white where the prediction is 0.5."""
+    panels = figure.subplots(1, 3, sharey=True)
+    for axes, (method, title) in zip(panels, TITLES.items(), strict=True):
+        found = result.maps[method]
+        x, y, p = (part.double().numpy() for part in (found.x, found.y, found.probability))
+        image = probability(axes, x, y, p, found.points.double().numpy(), found.labels.double().numpy())
+        axes.set_title(f"{title}\ncertain (> 95%) far away: {result.certain_far_away(method):.0%}", fontsize=10)
+        axes.set_xlabel("first feature")
+    panels[0].set_ylabel("second feature")
+    figure.colorbar(image, ax=panels, ticks=[0, 0.5, 1], label="p(class 1)", shrink=0.9)

@@ -1,0 +1,140 @@
+"""The numbers behind the figures, for `results/figures.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from bsam.experiments.figures.logistic import METHODS, Logistic, compute_logistic
+from bsam.experiments.figures.moons import Moons, compute_moons
+from bsam.experiments.figures.objectives import (
+    Neighbourhood,
+    Smoothing,
+    TheoremTwo,
+    compute_neighbourhood,
+    compute_smoothing,
+    compute_theorem_2,
+    count_minima,
+)
+from bsam.experiments.figures.relaxed import Relaxed, compute_relaxed
+from bsam.experiments.record import environment
+from bsam.theory.gaussian import Array
+
+__all__ = ["compute_numbers", "markdown"]
+
+_RELAXED = {"bayes": "Bayes, f", "relaxed": "relaxed Bayes, f**", "sampled": "f** by sampled tangents"}
+
+
+def compute_numbers() -> dict[str, Any]:
+    """Compute everything (what a figure has computed already is not computed again); a record for `write_json`."""
+    begin = time.perf_counter()
+    record = {
+        "neighbourhood": of_neighbourhood(compute_neighbourhood()),
+        "smoothing": of_smoothing(compute_smoothing()),
+        "theorem_2": of_theorem_2(compute_theorem_2()),
+        "logistic": of_logistic(compute_logistic()),
+        "relaxed_bayes": of_relaxed(compute_relaxed()),
+        "moons": of_moons(compute_moons()),
+    }
+    found = environment()
+    found["packages"] |= {name: version(name) for name in ("scipy", "cvxpy", "clarabel")}
+    return {**record, "seconds": round(time.perf_counter() - begin, 1), "environment": found}
+
+
+def of_neighbourhood(result: Neighbourhood) -> dict[str, Any]:
+    """The three losses around one omega."""
+    names = ("omega", "rho", "sigma", "max_loss", "expected_loss", "worst_expected_loss")
+    return {name: _rounded(getattr(result, name)) for name in names}
+
+
+def of_smoothing(result: Smoothing) -> dict[str, Any]:
+    """How many minima are left."""
+    return {
+        "variances": result.variances.tolist(),
+        "minima_of_expected_loss": [count_minima(curve) for curve in result.expected],
+        "minima_of_relaxation": [count_minima(curve) for curve in result.relaxed],
+    }
+
+
+def of_theorem_2(result: TheoremTwo) -> dict[str, Any]:
+    """The two minimisers, found independently, and where the theorem ends."""
+    smooth = ~result.is_kink
+    return {
+        "centre": result.centre,
+        "delta": result.delta,
+        "rho": result.rho,
+        "sigma_squared": _rounded(result.sigma**2),
+        "sam_minimiser": _rounded(result.sam_minimiser),
+        "relaxed_minimiser": _rounded(result.relaxed_minimiser),
+        "largest_difference_without_kink": float(
+            np.abs(result.sam_minimisers - result.relaxed_minimisers)[smooth].max()
+        ),
+        "smallest_rho_with_kink": _rounded(result.radii[result.is_kink].min()) if result.is_kink.any() else None,
+    }
+
+
+def of_logistic(result: Logistic) -> dict[str, Any]:
+    """Distances to exact Bayes, and the variances beside what s* = delta + gamma + h sqrt(2 / (pi N)) predicts."""
+    return {
+        "settings": dataclasses.asdict(result.settings),
+        "num_data": len(result.labels),
+        "total_variation_to_exact": {name: _rounded(result.distance(name)) for name in result.maps if name != "exact"},
+        "means": {**{name: _rounded(q.mean) for name, q in result.gaussians.items()}, "sam": _rounded(result.point)},
+        "variances": {name: _rounded(q.variances) for name, q in result.gaussians.items()},
+        "variances_by_s_star": {name: _rounded(value) for name, value in result.stationary.items()},
+        "variances_by_fixed_point": {name: _rounded(value) for name, value in result.fixed_point.items()},
+    }
+
+
+def of_relaxed(result: Relaxed) -> dict[str, Any]:
+    """Where the three learning rules end."""
+    return {
+        "num_tangents": result.num_tangents,
+        "iterations": len(result.apparent_gap) - 1,
+        "means": {name: _rounded(trace.mean[-1]) for name, trace in result.traces.items()},
+        "variances": {name: _rounded(np.diag(trace.covariance[-1])) for name, trace in result.traces.items()},
+        "elbo": {name: _rounded(trace.elbo[-1]) for name, trace in result.traces.items()},
+        "elbo_gap": {name: _rounded(gap[-1]) for name, gap in result.gaps.items()},
+        "elbo_gap_reported_by_sampled_tangents": _rounded(np.median(result.apparent_gap[-20:])),
+    }
+
+
+def of_moons(result: Moons) -> dict[str, Any]:
+    """How certain the methods are where there are no data, and how well they know the data."""
+    return {
+        "certain_far_away": {name: _rounded(result.certain_far_away(name)) for name in result.maps},
+        "training_accuracy": {name: _rounded(result.accuracy(name)) for name in result.maps},
+    }
+
+
+def _rounded(value: Array | float) -> Any:
+    """To six digits: more would change from machine to machine."""
+    return np.vectorize(lambda x: float(f"{x:.6g}"))(value).tolist()
+
+
+def markdown(record: dict[str, Any]) -> dict[str, str]:
+    """The tables of the page on the theory, by part of the record."""
+    part = record["logistic"]
+    head = "| method | distance to exact Bayes | variances | by s* | by the fixed point |"
+    rows = [head, "|---|---|---|---|---|"]
+    for name, title in METHODS.items():
+        distance = part["total_variation_to_exact"].get(name)
+        columns = [part[key].get(name) for key in ("variances", "variances_by_s_star", "variances_by_fixed_point")]
+        cells = ["-" if distance is None else f"{distance:.4f}", *map(_pair, columns)]
+        rows.append(f"| {title} | {' | '.join(cells)} |")
+    relaxed = record["relaxed_bayes"]
+    others = ["| objective | variances | ELBO | gap f - f** |", "|---|---|---|---|"]
+    for name, title in _RELAXED.items():
+        cells = [_pair(relaxed["variances"][name]), *(f"{relaxed[key][name]:.2f}" for key in ("elbo", "elbo_gap"))]
+        others.append(f"| {title} | {' | '.join(cells)} |")
+    reported = relaxed["elbo_gap_reported_by_sampled_tangents"]
+    others.append(f"| what {relaxed['num_tangents']} sampled tangents report there | | | {reported:.2f} |")
+    return {"logistic": "\n".join(rows), "relaxed_bayes": "\n".join(others)}
+
+
+def _pair(values: list[float] | None) -> str:
+    return "-" if values is None else ", ".join(f"{value:.3f}" for value in values)

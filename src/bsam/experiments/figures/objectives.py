@@ -1,0 +1,396 @@
+"""Max-loss against expected loss, and how variance smooths both (Figure 1 of the paper)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from scipy.optimize import brentq  # type: ignore[import-untyped]
+
+from bsam.experiments.figures.style import BLACK, BLUE, GRAY, GREEN, PURPLE, RED
+from bsam.theory.fenchel import biconjugate, expected_negative_loss, max_loss, max_loss_in_ball, worst_case
+from bsam.theory.gaussian import Array, Univariate
+from bsam.theory.losses import Loss, Majorant, three_minima
+from bsam.theory.objectives import bayes_objective, relaxation_of_sam, sam_objective
+
+__all__ = [
+    "Neighbourhood",
+    "Smoothing",
+    "TheoremTwo",
+    "compute_neighbourhood",
+    "compute_smoothing",
+    "compute_theorem_2",
+    "count_minima",
+    "draw_sam_vs_bayes",
+    "draw_smoothing",
+    "draw_theorem_2",
+    "draw_worst_case",
+]
+
+MINIMA = {"A": -4.0, "B": 0.0, "C": 3.6}
+"""Of `bsam.theory.losses.three_minima`."""
+
+
+# -- one neighbourhood: maximum, expectation, worst expectation --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Neighbourhood:
+    """What SAM, Bayes and relaxed Bayes make of the loss around one omega.
+
+    Args:
+        theta: A grid.
+        loss: The loss there.
+        omega: The centre of ball and Gaussian.
+        rho: Radius of the ball.
+        sigma: Standard deviation of the Gaussian.
+        max_loss: The largest loss in the ball.
+        perturbation: Where it is, relative to omega.
+        expected_loss: -f(mu), under the Gaussian.
+        samples: Some theta drawn from it.
+        worst_expected_loss: -f**(mu), under the worst distribution with its mean and variance.
+        atoms: Where that distribution has its mass.
+        weights: How much.
+        majorant: A quadratic above the loss that touches it at the atoms: its expectation is -f**(mu).
+    """
+
+    theta: Array
+    loss: Array
+    omega: float
+    rho: float
+    sigma: float
+    max_loss: float
+    perturbation: float
+    expected_loss: float
+    samples: Array
+    worst_expected_loss: float
+    atoms: Array
+    weights: Array
+    majorant: Array
+
+
+def compute_neighbourhood(
+    omega: float = -1.6, rho: float = 1.2, sigma: float = 1.0, num_samples: int = 12, seed: int = 0
+) -> Neighbourhood:
+    """Look at `three_minima` around omega, with a ball and with a Gaussian."""
+    loss, theta = three_minima(), np.linspace(-5.6, 5.6, 561)
+    ball = max_loss_in_ball(loss, omega, rho)
+    worst = worst_case(loss, Univariate(), omega, sigma**2)
+    first, second = (float(part) for part in worst.natural)
+    offset = float((loss(worst.atoms) + first * worst.atoms + second * worst.atoms**2).max())  # f*(lambda')
+    atoms = np.unique(worst.atoms.round(2))  # the search ends with several copies of each
+    weights = np.array([worst.weights[np.abs(worst.atoms - atom) < 0.01].sum() for atom in atoms])
+    return Neighbourhood(
+        theta=theta,
+        loss=loss(theta),
+        omega=omega,
+        rho=rho,
+        sigma=sigma,
+        max_loss=float(ball.value),
+        perturbation=float(ball.perturbation),
+        expected_loss=-float(expected_negative_loss(loss, omega, sigma**2).value),
+        samples=omega + sigma * np.random.default_rng(seed).standard_normal(num_samples),
+        worst_expected_loss=-worst.value,
+        atoms=atoms,
+        weights=weights,
+        majorant=offset - first * theta - second * theta**2,
+    )
+
+
+def draw_sam_vs_bayes(result: Neighbourhood, figure: Figure) -> None:
+    """Figure 1(a): max-loss in a ball on the left, expected loss under a Gaussian on the right."""
+    loss = three_minima()
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axes in (left, right):
+        axes.plot(result.theta, result.loss, color=GRAY, lw=2)
+        axes.plot(result.omega, loss(result.omega), "o", color=BLACK, zorder=4)
+        axes.annotate("omega", (result.omega, float(loss(result.omega))), (7, -11), textcoords="offset points")
+        axes.set_xlabel("theta")
+    left.set_ylabel("loss")
+    left.axvspan(result.omega - result.rho, result.omega + result.rho, color=RED, alpha=0.13, lw=0)
+    left.axhline(result.max_loss, color=RED, ls="--", lw=1)
+    left.plot(result.omega + result.perturbation, result.max_loss, "o", color=RED, ms=9, zorder=5)
+    left.set_title(f"SAM: the largest loss within rho = {result.rho:g} is {result.max_loss:.2f}", fontsize=10)
+    _gaussian(right, result)
+    right.axhline(result.expected_loss, color=BLUE, ls="--", lw=1)
+    right.vlines(result.samples, result.expected_loss, loss(result.samples), color=BLUE, lw=0.6, alpha=0.5)
+    right.plot(result.samples, loss(result.samples), "o", color=BLUE, ms=6, alpha=0.9)
+    title = f"Bayes: the mean loss under N(omega, {result.sigma:g}²) is {result.expected_loss:.2f}"
+    right.set_title(title, fontsize=10)
+
+
+def _gaussian(axes: Axes, result: Neighbourhood) -> None:
+    density = np.exp(-((result.theta - result.omega) ** 2) / (2 * result.sigma**2))
+    axes.fill_between(result.theta, 0, 0.9 * density, color=BLUE, alpha=0.2, lw=0)
+
+
+def draw_worst_case(result: Neighbourhood, figure: Figure) -> None:
+    """What f** is: the expected loss under the worst distribution with the Gaussian's mean and variance."""
+    axes = figure.subplots()
+    axes.plot(result.theta, result.loss, color=GRAY, lw=2, label="loss")
+    _gaussian(axes, result)
+    axes.plot(result.theta, result.majorant, color=PURPLE, lw=1.5, label="quadratic above it, of mean -f**")
+    axes.axhline(result.expected_loss, color=BLUE, ls="--", lw=1, label=f"-f: Gaussian, {result.expected_loss:.2f}")
+    axes.axhline(
+        result.worst_expected_loss, color=RED, ls="--", lw=1, label=f"-f**: worst, {result.worst_expected_loss:.2f}"
+    )
+    height = three_minima()(result.atoms)
+    axes.vlines(result.atoms, 0, height, color=RED, lw=1.2)
+    axes.scatter(result.atoms, height, s=200 * result.weights, color=RED, zorder=5, label="worst distribution's atoms")
+    axes.set(xlabel="theta", ylabel="loss", ylim=(0, 7), xlim=(result.theta[0], result.theta[-1]))
+    axes.legend(loc="upper center", fontsize=8)
+
+
+# -- growing variance --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """A loss, its expectation and its relaxation for growing variances, as functions of the mean.
+
+    Args:
+        omega: A grid.
+        loss: The loss there.
+        variances: v.
+        expected: -f(omega, v), (variances, grid).
+        relaxed: -f**(omega, v), (variances, grid).
+    """
+
+    omega: Array
+    loss: Array
+    variances: Array
+    expected: Array
+    relaxed: Array
+
+
+def compute_smoothing(variances: tuple[float, ...] = (0.02, 0.5, 2.0, 4.0), num_points: int = 441) -> Smoothing:
+    """Slices of -f and -f** of `three_minima` at some variances."""
+    loss, omega, v = three_minima(), np.linspace(-5.6, 5.6, num_points), np.array(variances)
+    f = expected_negative_loss(loss, omega, v[:, None]).value
+    relaxed = biconjugate(loss, omega, v[:, None], tolerance=1e-3).value
+    return Smoothing(omega, loss(omega), v, -f, -relaxed)
+
+
+def count_minima(values: Array, threshold: float = 1e-3) -> int:
+    """How many local minima a function on a grid has that a step of less than `threshold` does not leave."""
+    found, falling, extreme = 0, False, float(values[0])
+    for value in values[1:].tolist():
+        if falling and value > extreme + threshold:
+            found, falling, extreme = found + 1, False, value
+        elif not falling and value < extreme - threshold:
+            falling, extreme = True, value
+        else:
+            extreme = min(extreme, value) if falling else max(extreme, value)
+    return found
+
+
+def minima(grid: Array, values: Array) -> Array:
+    """The local minima inside a grid."""
+    inner = (values[1:-1] < values[:-2]) & (values[1:-1] <= values[2:])
+    return grid[1:-1][inner]
+
+
+def draw_smoothing(result: Smoothing, figure: Figure) -> None:
+    """Figure 1(b): loss, expected loss and relaxation for growing variances."""
+    panels = figure.subplots(1, len(result.variances), sharey=True)
+    for axes, v, expected, relaxed in zip(panels, result.variances, result.expected, result.relaxed, strict=True):
+        axes.plot(result.omega, result.loss, color=GRAY, lw=1.5, label="loss")
+        axes.plot(result.omega, expected, color=BLUE, lw=2, label="expected loss, -f")
+        axes.plot(result.omega, relaxed, color=RED, lw=2, label="relaxation, -f**")
+        for curve, colour, marker in ((expected, BLUE, "o"), (relaxed, RED, "s")):
+            left = minima(result.omega, curve)
+            axes.plot(left, np.interp(left, result.omega, curve), marker, color=colour, ms=5)
+        for name, place in MINIMA.items():
+            axes.annotate(
+                name,
+                (place, float(np.interp(place, result.omega, result.loss))),
+                (0, -13),
+                textcoords="offset points",
+                ha="center",
+            )
+        axes.set_title(f"v = sigma² = {v:g}", fontsize=10)
+        axes.set(xlabel="omega", xticks=[-4, -2, 0, 2, 4])
+    panels[0].set_ylabel("loss")
+    panels[0].set_ylim(-0.1, 7)
+    panels[0].legend(loc="upper center", fontsize=8)
+
+
+# -- Theorem 2 ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TheoremTwo:
+    """SAM's objective beside the relaxation that has the same minimiser, and how far this goes.
+
+    Args:
+        theta: A grid.
+        centre: Of the regulariser, delta/2 (theta - centre)^2.
+        delta: Its strength.
+        rho: Radius of SAM's ball.
+        sigma: Of the relaxation, by Theorem 2.
+        regularised: Loss and regulariser on the grid.
+        bayes: E_Bayes with this sigma.
+        sam: E_SAM.
+        relaxed: E_relaxed, without the constant in log Z.
+        sam_minimiser: Global, on the grid and then exactly.
+        relaxed_minimiser: The same of E_relaxed, found without knowing the other.
+        radii: Further rho.
+        sam_minimisers: For each, the minimiser of E_SAM near B.
+        is_kink: Whether two perturbations attain the maximum there.
+        relaxed_minimisers: For each, the minimiser near B of E_relaxed with the sigma of Theorem 2; nan at a kink,
+            where the theorem gives none.
+    """
+
+    theta: Array
+    centre: float
+    delta: float
+    rho: float
+    sigma: float
+    regularised: Array
+    bayes: Array
+    sam: Array
+    relaxed: Array
+    sam_minimiser: float
+    relaxed_minimiser: float
+    radii: Array
+    sam_minimisers: Array
+    is_kink: NDArray[np.bool_]
+    relaxed_minimisers: Array
+
+
+def recentred(loss: Loss, centre: float) -> Loss:
+    """theta -> loss(theta + centre): the theory's regulariser delta/2 theta^2 then is one around `centre`."""
+    bound = loss.majorant
+    if bound is not None:  # a quadratic and a linear part, moved
+        a, b = float(bound.curvature), float(bound.linear)
+        constant = bound.constant + bound.slope * abs(centre) + b * centre + a * centre**2 / 2
+        bound = Majorant(constant, b + a * centre, bound.slope, a)
+    return Loss(
+        lambda theta: loss.value(theta + centre),
+        lambda theta: loss.gradient(theta + centre),
+        lambda theta: loss.hessian(theta + centre),
+        majorant=bound,
+    )
+
+
+def compute_theorem_2(
+    centre: float = -6.0, delta: float = 0.12, rho: float = 0.6, num_points: int = 561, num_radii: int = 24
+) -> TheoremTwo:
+    """Minimise E_SAM on `three_minima`, turn the solution into a sigma, and minimise E_relaxed with it.
+
+    The regulariser's centre is far from B, so that the minimiser of E_SAM near B lies on a slope: there one
+    perturbation alone attains the maximum, which Theorem 2 needs.
+    """
+    loss, theta = recentred(three_minima(), centre), np.linspace(-5.6, 5.6, num_points)
+    x = theta - centre
+    sam = sam_objective(loss, x, rho, delta)
+    solution, eps = _sam_minimiser(loss, x, rho, delta)
+    sigma = relaxation_of_sam(loss, solution, eps, delta).sigma
+    relaxed = max_loss(loss, x, 1 / sigma**2).value + delta / 2 * x**2
+    best = _stationary(loss, x[relaxed.argmin()], sigma, delta)
+    near = np.linspace(-1.2, 1.2, 241) - centre
+    radii = np.linspace(0.05, 1.2, num_radii)
+    found = [_sam_minimiser(loss, near, radius, delta) for radius in radii]
+    kinks, others = [], []
+    for m, e in found:
+        try:
+            s = relaxation_of_sam(loss, m, e, delta).sigma
+            kinks.append(False)
+            others.append(_stationary(loss, _relaxed_minimum(loss, near, s, delta), s, delta))
+        except ValueError:
+            kinks.append(True)
+            others.append(np.nan)
+    return TheoremTwo(
+        theta=theta,
+        centre=centre,
+        delta=delta,
+        rho=rho,
+        sigma=sigma,
+        regularised=loss(x) + delta / 2 * x**2,
+        bayes=bayes_objective(loss, x, sigma, delta),
+        sam=sam.value,
+        relaxed=relaxed,
+        sam_minimiser=solution + centre,
+        relaxed_minimiser=best + centre,
+        radii=radii,
+        sam_minimisers=np.array([m for m, _ in found]) + centre,
+        is_kink=np.array(kinks),
+        relaxed_minimisers=np.array(others) + centre,
+    )
+
+
+def _sam_minimiser(loss: Loss, grid: Array, rho: float, delta: float) -> tuple[float, float]:
+    """The minimiser of E_SAM and its perturbation: on the grid, then where the slope changes its sign."""
+    i = int(np.clip(sam_objective(loss, grid, rho, delta).value.argmin(), 1, len(grid) - 2))
+    fine = np.linspace(grid[i - 1], grid[i + 1], 401)
+    values, eps = sam_objective(loss, fine, rho, delta, resolution=0.005)
+    i = int(np.clip(values.argmin(), 1, len(fine) - 2))
+
+    def slope(theta: float) -> float:
+        return float(delta * theta + loss.gradient(np.asarray(theta + eps[i])))
+
+    low, high = float(fine[i - 1]), float(fine[i + 1])
+    if slope(low) < 0 < slope(high):  # one perturbation throughout: a smooth minimum
+        return float(brentq(slope, low, high, xtol=1e-13)), float(eps[i])
+    return float(fine[i]), float(eps[i])
+
+
+def _relaxed_minimum(loss: Loss, grid: Array, sigma: float, delta: float) -> float:
+    values = max_loss(loss, grid, 1 / sigma**2).value + delta / 2 * grid**2
+    return float(grid[values.argmin()])
+
+
+def _stationary(loss: Loss, start: float, sigma: float, delta: float) -> float:
+    """The minimum of E_relaxed near `start`, by the change of sign of its slope, delta m + eps / sigma^2."""
+
+    def slope(m: float) -> float:
+        return float(delta * m + max_loss(loss, m, 1 / sigma**2).perturbation / sigma**2)
+
+    low, high = start - 0.02, start + 0.02
+    return float(brentq(slope, low, high, xtol=1e-12)) if slope(low) < 0 < slope(high) else start
+
+
+def draw_theorem_2(result: TheoremTwo, figure: Figure) -> None:
+    """The star of Figure 1(b): SAM's minimiser is the relaxation's; and for which rho this holds."""
+    left, right = figure.subplots(1, 2, width_ratios=[1.5, 1])
+    left.plot(result.theta, result.regularised, color=GRAY, lw=1.5, label="loss + regulariser")
+    left.plot(result.theta, result.bayes, color=BLUE, lw=1.8, label=f"E_Bayes, sigma² = {result.sigma**2:.2f}")
+    left.plot(result.theta, result.sam, color=RED, lw=2, label=f"E_SAM, rho = {result.rho:g}")
+    left.plot(
+        result.theta, result.relaxed, color=GREEN, lw=2, ls="--", label=f"E_relaxed, sigma² = {result.sigma**2:.2f}"
+    )
+    for curve, place, colour in (
+        (result.sam, result.sam_minimiser, RED),
+        (result.relaxed, result.relaxed_minimiser, GREEN),
+    ):
+        height = float(np.interp(place, result.theta, curve))
+        left.plot(place, height, "*", color=colour, ms=12, mec=BLACK, mew=0.7, zorder=5)
+    left.axvline(result.sam_minimiser, color=BLACK, lw=0.7, ls=":")
+    for name, place in MINIMA.items():
+        left.annotate(
+            name,
+            (place, float(np.interp(place, result.theta, result.regularised))),
+            (0, -13),
+            textcoords="offset points",
+            ha="center",
+        )
+    left.set(xlabel="theta, or mean m", ylabel="objective", ylim=(0.2, 8), xlim=(-5.6, 4.3))
+    left.legend(loc="upper left", fontsize=8)
+    right.plot(result.radii, result.sam_minimisers, color=RED, lw=2.5, label="minimiser of E_SAM")
+    right.plot(
+        result.radii, result.relaxed_minimisers, color=GREEN, lw=2, ls="--", label="of E_relaxed, Theorem 2's sigma"
+    )
+    if result.is_kink.any():
+        right.axvspan(
+            result.radii[result.is_kink].min(),
+            result.radii[-1],
+            color=GRAY,
+            alpha=0.25,
+            lw=0,
+            label="two worst eps: a kink",
+        )
+    right.set(xlabel="rho", ylabel="minimiser near B")
+    right.legend(fontsize=8)

@@ -1,0 +1,97 @@
+"""Relaxed Bayes against Bayes, both solved with full covariance, and the gap between them (appendix F.3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from bsam.experiments.figures.style import BLUE, GRAY, GREEN, RED, ellipse
+from bsam.theory.fenchel import expected_negative_loss
+from bsam.theory.gaussian import Array
+from bsam.theory.losses import logistic_regression, separable_data
+from bsam.theory.relaxed_bayes import Trace, bayesian_learning_rule, biconjugate_gradient
+
+__all__ = ["Relaxed", "compute_relaxed", "draw_relaxed"]
+
+TITLES = {"bayes": "Bayes, f", "relaxed": "relaxed Bayes, f** to 1e-5", "sampled": "f** by sampled tangents"}
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """The learning rule along f, along f**, and along what L tangents at samples of q take for f**.
+
+    Args:
+        traces: By objective.
+        gaps: f - f** along the way, with f** to its tolerance.
+        apparent_gap: f minus the value of the program with L sampled tangents, along the third way.
+        num_tangents: L.
+        weights: Grid of both weights.
+        density: Of the exact posterior, not normalised, (w_2, w_1).
+    """
+
+    traces: dict[str, Trace]
+    gaps: dict[str, Array]
+    apparent_gap: Array
+    num_tangents: int
+    weights: Array
+    density: Array
+
+
+@cache
+def compute_relaxed(num_steps: int = 60, num_tangents: int = 64, learning_rate: float = 0.5) -> Relaxed:
+    """Run the three on `separable_data`, prior N(0, I), from the prior."""
+    loss = logistic_regression(*separable_data())
+    run = partial(bayesian_learning_rule, loss, prior_precision=1.0, learning_rate=learning_rate, num_steps=num_steps)
+    traces = {
+        "bayes": run(objective="bayes"),
+        "relaxed": run(objective="relaxed"),
+        "sampled": run(objective="relaxed", num_tangents=num_tangents, tolerance=np.inf),
+    }
+    generator = np.random.default_rng(1)
+    true, apparent = [], []
+    for mean, V in zip(traces["sampled"].mean, traces["sampled"].covariance, strict=True):
+        points = mean + generator.standard_normal((num_tangents, 2)) @ np.linalg.cholesky(V).T
+        f = float(expected_negative_loss(loss, mean, V, tolerance=1e-8).value)
+        true.append(f - biconjugate_gradient(loss, mean, V, points[:16]).lower)
+        apparent.append(f - biconjugate_gradient(loss, mean, V, points, tolerance=np.inf).upper)
+    weights = np.linspace(-1, 5, 161)
+    mesh = np.stack(np.meshgrid(weights, weights), -1)
+    log_density = -loss(mesh) - (mesh**2).sum(-1) / 2
+    return Relaxed(
+        traces=traces,
+        gaps={"bayes": traces["bayes"].gap, "relaxed": traces["relaxed"].gap, "sampled": np.array(true)},
+        apparent_gap=np.array(apparent),
+        num_tangents=num_tangents,
+        weights=weights,
+        density=np.exp(log_density - log_density.max()),
+    )
+
+
+def draw_relaxed(result: Relaxed, figure: Figure) -> None:
+    """Posteriors on the left; on the right what the relaxation costs along the iterations."""
+    left, right = figure.subplots(1, 2)
+    left.contour(
+        result.weights, result.weights, result.density, levels=[0.1, 0.3, 0.5, 0.7, 0.9], colors=GRAY, linewidths=0.7
+    )
+    styles = {"bayes": (BLUE, "-"), "relaxed": (RED, "-"), "sampled": (GREEN, "--")}
+    for name, (colour, style) in styles.items():
+        trace = result.traces[name]
+        ellipse(left, trace.mean[-1], trace.covariance[-1], ec=colour, ls=style, lw=2)
+        left.plot(*trace.mean[-1], "+", color=colour, ms=8, mew=2)
+        right.plot(result.gaps[name], color=colour, ls=style, lw=2, label=f"at {TITLES[name]}")
+    right.plot(
+        result.apparent_gap, color=GREEN, ls=":", lw=1.5, label=f"what {result.num_tangents} sampled tangents report"
+    )
+    exact = Line2D([], [], color=GRAY, lw=0.7, label="exact posterior")
+    handles = [Line2D([], [], color=c, ls=s, lw=2, label=TITLES[name]) for name, (c, s) in styles.items()]
+    left.legend(handles=[exact, *handles], fontsize=8, loc="upper left")
+    left.set(xlim=(0, 4), ylim=(-0.4, 3.9), xlabel="w_1", ylabel="w_2")
+    left.set_title("posteriors: 90% of the mass", fontsize=10)
+    right.axhline(0, color=GRAY, lw=0.7)
+    right.set(xlabel="iteration", ylabel="f - f**, in nats", ylim=(-0.3, 6.5))
+    right.set_title("ELBO gap of the relaxation", fontsize=10)
+    right.legend(fontsize=8, loc="upper right")
