@@ -1,6 +1,6 @@
 """Two moons with a 2-24-12-12-1 network: bSAM, SAM, and SAM with a linearised Laplace approximation (appendix F.2).
 
-The settings are those of the authors' demo, as `bsam demo` has them, except that bSAM keeps the paper's beta2 = 0.999:
+The settings are those of the authors' demo, as `bsam demo` has them. bSAM keeps the paper's beta2 = 0.999:
 with 1,000 steps its precision is then still partly its start, s = 1. With beta2 = 0.99, which was tried first, s falls
 to the damping, 0.1; for N = 100 that is a standard deviation of 0.3 for every weight, and the network does not learn
 the moons through so much noise. It is kept in the results, not in the picture.
@@ -53,7 +53,7 @@ class Moons:
 def compute_moons(epochs: int | None = None) -> Moons:
     """Train the three methods, with one seed."""
     demo = load_demo()
-    configs = {**demo.moons, "bsam": replace(demo.moons["bsam"], beta2=0.999)}
+    configs = demo.moons
     forgetful = {"bsam": replace(demo.moons["bsam"], beta2=0.99, damping=0.1)}
     if epochs is not None:
         configs, forgetful = (
