@@ -105,6 +105,28 @@ def test_ranks_count_by_their_examples_and_stay_equal(tmp_path):
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
+def run_poisoned_rank(rank, folder):
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    optimizer = bsam.BSAM(model.parameters(), num_data=24, nonfinite="skip", process_group=dist.group.WORLD)
+    for step in range(3):
+        bad = float("nan") if (rank, step) == (1, 1) else 1.0
+        optimizer.step(lambda x, y, b=bad: nn.functional.cross_entropy(model(x), y) * b, *data(step))
+    torch.save({"skipped": optimizer.skipped_steps, **model.state_dict()}, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_a_number_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_path):
+    mp.spawn(run_poisoned_rank, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    assert first["skipped"] == second["skipped"] == 1
+    assert torch.equal(first["weight"], second["weight"])
+    assert first["weight"].isfinite().all()
+
+
 def run_ddp_rank(rank, folder):
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)

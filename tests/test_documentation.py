@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import socket
+import statistics
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,12 @@ def test_the_demo_is_set_as_it_was_tuned_and_recorded():
         best = {k: v for k, v in tuned[method]["best"].items() if k != "nll"}
         assert {k: getattr(config, k) for k in best} == best
         assert json.loads(json.dumps(dataclasses.asdict(config))) == recorded[method]["config"]
+
+
+def test_the_conventions_are_quoted_as_recorded():
+    answers = json.loads((ROOT / "results" / "conventions.json").read_text())["answers"]
+    page = (ROOT / "docs" / "algorithm.md").read_text()
+    for name, answer in answers.items():
+        nll = [run["nll"] for run in answer["runs"]]
+        spread = f" ({statistics.stdev(nll):.3f})" if len(nll) > 1 else ""
+        assert f"{statistics.fmean(nll):.3f}{spread}" in page, name
