@@ -216,24 +216,34 @@ def test_devices():
 # ---------------------------------------------------------------- in a process of its own
 
 
-def bsam_command(*arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    code = "import torch; torch.set_num_threads(1); from bsam.experiments.cli import main; main()"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def bsam_command():
+    """Starts `bsam` in a process of its own; none outlives the test."""
+    started = []
+
+    def start(*arguments):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        code = "import torch; torch.set_num_threads(1); from bsam.experiments.cli import main; main()"
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, env=environment, **pipes))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
 
 
 @pytest.mark.parametrize(
     ("method", "number"), [("bsam", signal.SIGKILL), ("swag", signal.SIGTERM), ("sam-adam", signal.SIGINT)]
 )
-def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(method, number, tmp_path):
-    epochs = "epochs=12" if method != "swag" else "epochs=6"
-    changes = [f for c in [*SHORT[method], epochs, "batch_size=20"] for f in ("--set", c)]
+def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(method, number, tmp_path, bsam_command):
+    # Some seconds of work, so that the kills find it at it; SWAG's steps are plain SGD's and take the least time.
+    epochs = ["epochs=150", "swag_epochs=50"] if method == "swag" else ["epochs=20"]
+    changes = [f for c in [*SHORT[method], *epochs, "batch_size=20"] for f in ("--set", c)]
     options = ["--save-minutes", "0.001", "--device", "cpu"]
     undisturbed = bsam_command("train", f"digits/{method}", "--out", tmp_path / "whole", *changes, *options)
     rng = random.Random(0)
@@ -276,7 +286,7 @@ def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(method, num
     assert_same(posteriors[0].mean, posteriors[1].mean)
 
 
-def test_errors_are_one_sentence_and_a_traceback_only_on_demand(tmp_path):
+def test_errors_are_one_sentence_and_a_traceback_only_on_demand(bsam_command):
     process = bsam_command("train", "digits/bsmam")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
