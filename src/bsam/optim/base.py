@@ -1,9 +1,10 @@
 """What all optimizers here share: split the batch, probe each part, average, update.
 
-A *probe* works on one sub-batch and asks for gradients at chosen offsets from the weights, through a function
-`grad_at(offsets) -> (gradients, loss)`. Its statistics are *averaged* over sub-batches and ranks, and the method's
-*update* turns the averages into new weights. This file is the only one that writes perturbed weights into a model,
-and it always takes them out again:
+A *probe* works on one sub-batch and asks for gradients at weights of its choice, through a function
+`grad_at(weights) -> (gradients, loss)`. Its statistics are *averaged* over sub-batches and ranks, and the method's
+*update* turns the averages into new weights. Sub-batches are probed in a loop, or all together
+(`bsam.optim.together`). This file is the only one that writes perturbed weights into a model, and it always takes
+them out again:
 
 - a step completes, or weights, buffers, gradients and state are what they were, bit for bit;
 - a loss or gradient that is not finite never reaches weights or state;
@@ -18,7 +19,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from bsam.optim import options
 from bsam.optim.batch import split_batch
 from bsam.posterior import PointMass, Posterior
 
-__all__ = ["GradAt", "Probe", "ProbingOptimizer", "Slot"]
+__all__ = ["GradAt", "ProbingOptimizer", "Slot", "Tally"]
 
 Result = TypeVar("Result")
 
@@ -46,7 +47,7 @@ class Slot:
     parameter: Tensor
     group: dict[str, Any]
     mean: Tensor
-    """The weights that offsets are added to."""
+    """The weights before the step."""
     state: dict[str, Any]
     seen: bool = False
     """Whether any pass of the step gave it a gradient."""
@@ -58,7 +59,7 @@ class Slot:
 
 
 class GradAt:
-    """Evaluates one sub-batch at the weights plus one offset a slot (None: no offset)."""
+    """Evaluates one sub-batch at given weights, one tensor a slot."""
 
     def __init__(
         self,
@@ -72,32 +73,41 @@ class GradAt:
         self.losses: list[Tensor] = []
         """Of each pass."""
 
-    def __call__(self, offsets: Iterable[Tensor | None]) -> tuple[list[Tensor], Tensor]:
-        """The gradients, one a slot, and the loss."""
-        return self.evaluate(offsets, _gradients)
+    def __call__(self, weights: Iterable[Tensor]) -> list[Tensor]:
+        """The gradients, one a slot."""
+        return self.evaluate(weights, _gradients)
 
     def evaluate(
         self,
-        offsets: Iterable[Tensor | None],
+        weights: Iterable[Tensor],
         function: Callable[[list[Slot], LossFunction, tuple[Any, ...]], tuple[Result, Tensor]],
-    ) -> tuple[Result, Tensor]:
-        """What `function(slots, closure, part)` finds there, and the loss; it marks the slots that are seen."""
-        for slot, offset in zip(self._slots, offsets, strict=True):
-            slot.parameter.copy_(slot.mean if offset is None else slot.mean + offset)
+    ) -> Result:
+        """What `function(slots, closure, part)` finds there, beside the loss; it marks the slots that are seen."""
+        for slot, theta in zip(self._slots, weights, strict=True):
+            slot.parameter.copy_(theta)
         torch.clear_autocast_cache()  # a surrounding autocast region would go on with the old weights
         statistics = bn.BufferSnapshot(self._frozen(len(self.losses)))
         result, loss = function(self._slots, self._closure, self._part)
         statistics.restore()
         self.losses.append(loss)
-        return result, loss
+        return result
 
 
-class Probe(NamedTuple):
-    """What one sub-batch says."""
+class Tally:
+    """Averages what the sub-batches say: for each statistic, by name, one tensor a slot."""
 
-    loss: Tensor
-    statistics: tuple[list[Tensor], ...]
-    """Lists with one tensor a slot, to be averaged over sub-batches. The first is the gradient to apply."""
+    def __init__(self) -> None:
+        self.means: dict[str, list[Tensor]] = {}
+        self.weight = 1.0
+        """The share that the present sub-batch has in the batch."""
+
+    def add(self, name: str, tensors: Iterable[Tensor]) -> None:
+        """Count what the present sub-batch says; the tensors are taken over, and must not be written to again."""
+        if name not in self.means:
+            self.means[name] = [t if self.weight == 1 else t * self.weight for t in tensors]
+        else:
+            for mean, value in zip(self.means[name], tensors, strict=True):
+                mean.add_(value, alpha=self.weight)
 
 
 class ProbingOptimizer(Optimizer):
@@ -140,11 +150,19 @@ class ProbingOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ the method, given by a subclass
 
-    def _probe(self, slots: list[Slot], grad_at: GradAt, split: int) -> Probe:
-        """Look at one sub-batch; `split` counts over all ranks."""
+    def _theta(self, slot: Slot, split: int) -> Tensor:
+        """The weights of a slot in the first pass; `split` counts over all ranks."""
+        return slot.mean
+
+    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: GradAt, tally: Tally) -> None:
+        """Look at one sub-batch, first at the weights `theta`; count in `tally` what it says.
+
+        The statistic `"gradient"` is the one that will be applied. Slots may be those of many parameters packed
+        together, and all of this may run under `torch.vmap`: formulas only, nothing that depends on values.
+        """
         raise NotImplementedError
 
-    def _update(self, slots: list[Slot], statistics: tuple[list[Tensor], ...], accept: Tensor | None) -> None:
+    def _update(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
         """Move weights and state; where the 0-dim boolean `accept` is given and false, leave them."""
         raise NotImplementedError
 
@@ -204,11 +222,11 @@ class ProbingOptimizer(Optimizer):
         self._away = "inside a step"
         try:
             losses, statistics = self._average(slots, closure, parts)
-            finite = _all_finite([*losses, *(t for tensors in statistics for t in tensors)])
+            finite = all_finite([*losses, *(t for tensors in statistics.values() for t in tensors)])
             accept = None if self._option("nonfinite") == "raise" else finite
             if accept is None and not finite:
                 raise FloatingPointError(self._describe_nonfinite(slots, losses, statistics))
-            self._clip(statistics[0])
+            self._clip(statistics["gradient"])
         except BaseException:
             for parameter, grad in grads:
                 parameter.grad = grad
@@ -224,11 +242,12 @@ class ProbingOptimizer(Optimizer):
             refused = (~accept).long()
             self._skipped = refused if self._skipped is None else self._skipped + refused
             buffers.restore(unless=accept)
-        for slot, gradient in zip(slots, statistics[0], strict=True):
+        for slot, gradient in zip(slots, statistics["gradient"], strict=True):
             slot.parameter.grad = gradient.to(slot.parameter.dtype) if slot.seen else None
         keep = [i for i, slot in enumerate(slots) if slot.seen]
         try:
-            self._update([slots[i] for i in keep], tuple([t[i] for i in keep] for t in statistics), accept)
+            kept = {name: [tensors[i] for i in keep] for name, tensors in statistics.items()}
+            self._update([slots[i] for i in keep], kept, accept)
         except BaseException:
             for slot in slots:
                 slot.parameter.copy_(slot.mean)
@@ -242,30 +261,20 @@ class ProbingOptimizer(Optimizer):
 
     def _average(
         self, slots: list[Slot], closure: LossFunction, parts: list[tuple[tuple[Any, ...], int]]
-    ) -> tuple[list[Tensor], tuple[list[Tensor], ...]]:
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         """Probe every part; return the mean losses of each pass and the mean statistics, over parts and ranks."""
         total = sum(size for _, size in parts)
         first = 0 if self.process_group is None else rank_of(self.process_group) * self._option("splits")
-        sums: tuple[list[Tensor], ...] = ()
-        losses: list[Tensor] = []
+        tally, losses = Tally(), Tally()
         for k, (part, size) in enumerate(parts):
+            tally.weight = losses.weight = size / total
             grad_at = GradAt(slots, closure, part, functools.partial(self._frozen_statistics, k))
-            probe = self._probe(slots, grad_at, first + k)
-            passes = grad_at.losses
-            weight = size / total
-            if len(parts) == 1:
-                sums, losses = probe.statistics, passes
-            elif k == 0:
-                sums = tuple([t * weight for t in tensors] for tensors in probe.statistics)
-                losses = [loss * weight for loss in passes]
-            else:
-                for mean, value in zip((*sums, losses), (*probe.statistics, passes), strict=True):
-                    for m, v in zip(mean, value, strict=True):
-                        m.add_(v, alpha=weight)
-            del probe, grad_at  # frees their gradients before the next part makes its own
+            self._probe(slots, (self._theta(slot, first + k) for slot in slots), grad_at, tally)
+            losses.add("loss", grad_at.losses)
+        means, statistics = losses.means["loss"], tally.means
         if self.process_group is not None:
-            sums = self._average_over_ranks(slots, sums, losses, total)
-        return losses, sums
+            self._average_over_ranks(slots, statistics, means, total)
+        return means, statistics
 
     def _frozen_statistics(self, split: int, pass_index: int) -> list[tuple[nn.Module, str]]:
         """The running statistics that a pass must leave as they are."""
@@ -274,13 +283,13 @@ class ProbingOptimizer(Optimizer):
         return bn.running_statistics(self.module)
 
     def _average_over_ranks(
-        self, slots: list[Slot], sums: tuple[list[Tensor], ...], losses: list[Tensor], size: int
-    ) -> tuple[list[Tensor], ...]:
+        self, slots: list[Slot], means: dict[str, list[Tensor]], losses: list[Tensor], size: int
+    ) -> None:
         """Turn this rank's means into means over all examples of all ranks: the one all-reduce of a step."""
         group = self.process_group
         assert group is not None
         device = slots[0].parameter.device if slots else losses[0].device
-        sums = tuple([t * size for t in tensors] for tensors in sums)
+        sums = [t.mul_(size) for tensors in means.values() for t in tensors]
         total_losses = [loss.to(device) * size for loss in losses]
         count = torch.tensor([float(size)], device=device)
         seen = torch.tensor([float(slot.seen) for slot in slots], device=device)
@@ -293,15 +302,13 @@ class ProbingOptimizer(Optimizer):
             share = float(rank_of(group) == 0) if of_first else 1 / dist.get_world_size(group)
             for buffer in statistics:
                 buffer.mul_(share)
-        all_reduce_sum([*(t for s in sums for t in s), *total_losses, count, seen, *statistics], group)
+        all_reduce_sum([*sums, *total_losses, count, seen, *statistics], group)
         for loss, total in zip(losses, total_losses, strict=True):
             loss.copy_(total / count.item())
         for slot, is_seen in zip(slots, seen.tolist(), strict=True):
             slot.seen = is_seen > 0
-        for tensors in sums:
-            for t in tensors:
-                t.div_(count.item())
-        return sums
+        for t in sums:
+            t.div_(count.item())
 
     def _clip(self, gradient: list[Tensor]) -> None:
         """Scale the averaged gradient down to `max_grad_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -516,12 +523,12 @@ class ProbingOptimizer(Optimizer):
         if self.module is not None and any(id(p) not in known for p in leaves):
             raise ValueError("some parameters given to the optimizer do not belong to module=: is it another model?")
 
-    def _describe_nonfinite(self, slots: list[Slot], losses: list[Tensor], statistics: tuple[list[Tensor], ...]) -> str:
+    def _describe_nonfinite(self, slots: list[Slot], losses: list[Tensor], statistics: dict[str, list[Tensor]]) -> str:
         bad = [f"the loss of pass {i + 1} is {loss.item()}" for i, loss in enumerate(losses) if not loss.isfinite()]
         names = [
             self._name(slot)
             for i, slot in enumerate(slots)
-            if not all(bool(tensors[i].isfinite().all()) for tensors in statistics)
+            if not all(bool(tensors[i].isfinite().all()) for tensors in statistics.values())
         ]
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -556,7 +563,8 @@ def _check_parameter(parameter: Any) -> None:
         raise ValueError("a parameter is complex: real ones only (torch.view_as_real gives a real view).")
 
 
-def _all_finite(tensors: list[Tensor]) -> Tensor:
+def all_finite(tensors: list[Tensor]) -> Tensor:
+    """A 0-dim boolean: whether there is no infinity and no NaN."""
     device = tensors[-1].device
     return torch.stack([t.isfinite().all().to(device) for t in tensors]).all()
 

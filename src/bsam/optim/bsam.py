@@ -40,6 +40,7 @@ State of a parameter: `momentum` (g_m), `unit_precision` (s) and `step`; float32
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bsam.optim import options
-from bsam.optim.base import GradAt, Probe, Slot
+from bsam.optim.base import GradAt, Slot, Tally
 from bsam.optim.gaussian import GaussianOptimizer
 
 __all__ = ["BSAM", "curvature", "perturbation", "posterior_std", "update"]
@@ -190,24 +191,28 @@ class BSAM(GaussianOptimizer):
     def _posterior_std(self, slot: Slot) -> Tensor:
         return posterior_std(slot.state["unit_precision"], self.effective_num_data)
 
-    def _kept(self, group: dict[str, Any]) -> float:
-        return float(group["betas"][1])
+    def _kept(self, group: dict[str, Any]) -> Any:
+        return group["betas"][1]
 
-    def _probe(self, slots: list[Slot], grad_at: GradAt, split: int) -> Probe:
-        noisy = self._option("sample_noise")
-        g, loss = grad_at(self._posterior_noise(slot, split) if noisy else None for slot in slots)  # lines 3, 4
-        # Copies, made before the second pass: DistributedDataParallel may write its gradients where g lies.
-        magnitude = [t.abs() if self._option("curvature") == "mean_abs" else t.clone() for t in g]
-        eps = (  # line 5, made one by one as the weights are written
-            perturbation(g_i, slot.state["unit_precision"], slot.group["rho"]) if slot.group["perturb"] else None
+    def _theta(self, slot: Slot, split: int) -> Tensor:
+        return self._sample(slot, split) if self._option("sample_noise") else slot.mean  # line 3
+
+    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: GradAt, tally: Tally) -> None:
+        g = grad_at(theta)  # line 4
+        # Counted before the second pass, to need its memory once, and as a copy: DistributedDataParallel may write
+        # the next gradients where g lies.
+        tally.add("curvature", (t.abs() if self._option("curvature") == "mean_abs" else t.clone() for t in g))
+        perturbed = (  # line 5, made one by one as the weights are written
+            slot.mean + perturbation(g_i, slot.state["unit_precision"], slot.group["rho"])
+            if slot.group["perturb"]
+            else slot.mean
             for slot, g_i in zip(slots, g, strict=True)
         )
         del g  # its memory is free once the weights are written
-        g_eps, _ = grad_at(eps)  # line 6
-        return Probe(loss, (g_eps, magnitude))
+        tally.add("gradient", grad_at(perturbed))  # line 6
 
-    def _update(self, slots: list[Slot], statistics: tuple[list[Tensor], ...], accept: Tensor | None) -> None:
-        for slot, g_eps, g in zip(slots, *statistics, strict=True):
+    def _update(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
+        for slot, g_eps, g in zip(slots, statistics["gradient"], statistics["curvature"], strict=True):
             state = slot.state
             omega, g_m, s = update(
                 slot.mean.to(slot.dtype),

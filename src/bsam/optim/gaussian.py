@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -38,8 +39,8 @@ class GaussianOptimizer(ProbingOptimizer):
         """The posterior's standard deviation."""
         raise NotImplementedError
 
-    def _kept(self, group: dict[str, Any]) -> float:
-        """Which share of the precision a step keeps."""
+    def _kept(self, group: dict[str, Any]) -> Any:
+        """Which share of the precision a step keeps: a number, or a 0-dim tensor if the group's options are."""
         raise NotImplementedError
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -74,10 +75,13 @@ class GaussianOptimizer(ProbingOptimizer):
             "gamma": group["damping"],
         }
 
-    def _posterior_noise(self, slot: Slot, split: int) -> Tensor | None:
-        """An offset e ~ N(0, sigma^2), or None for a group that is not sampled."""
+    def _theta(self, slot: Slot, split: int) -> Tensor:
+        return self._sample(slot, split)
+
+    def _sample(self, slot: Slot, split: int) -> Tensor:
+        """Weights from N(mean, sigma^2); the mean for a group that is not sampled."""
         if not slot.group["sample"]:
-            return None
+            return slot.mean
         e = standard_normal(
             self._option("seed"),
             slot.state["step"],
@@ -87,7 +91,7 @@ class GaussianOptimizer(ProbingOptimizer):
             device=slot.parameter.device,
             dtype=slot.dtype,
         )
-        return e.mul_(self._posterior_std(slot))
+        return slot.mean + e.mul_(self._posterior_std(slot))
 
     def _move(self, slot: Slot, mean: Tensor, state: dict[str, Tensor], accept: Tensor | None) -> None:
         """Write new weights and state, and count the step, unless `accept` is given and false."""
@@ -110,7 +114,7 @@ class GaussianOptimizer(ProbingOptimizer):
         """
         model = self._model_or_own(model)
         slots = [slot for slot in self._slots() if slot.group["sample"]]
-        taken = [(int(slot.state["step"]), self._kept(slot.group)) for slot in slots]
+        taken = [(int(slot.state["step"]), float(self._kept(slot.group))) for slot in slots]
         taken = [each for each in taken if each[0]] or taken[:1]  # parameters that no gradient reached do not count
         steps, kept = max(taken, key=lambda each: each[1] ** each[0], default=(0, 0.0))
         left = kept**steps
@@ -160,9 +164,8 @@ class GaussianOptimizer(ProbingOptimizer):
     def _write_sample(self, slots: list[Slot], draw: int) -> None:
         assert self._means is not None
         for slot in slots:
-            offset = self._posterior_noise(slot, -1 - draw)
-            if offset is not None:
-                slot.parameter.copy_(self._means.get(slot.parameter, slot.mean) + offset)
+            mean = self._means.get(slot.parameter, slot.mean)
+            slot.parameter.copy_(self._sample(dataclasses.replace(slot, mean=mean), -1 - draw))
         torch.clear_autocast_cache()
 
     # ------------------------------------------------------------------ torch.optim's contract

@@ -29,7 +29,7 @@ State: the base optimizer's own. `state` and `param_groups` are shared with it, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bsam.optim import options
-from bsam.optim.base import GradAt, Probe, ProbingOptimizer, Slot
+from bsam.optim.base import GradAt, ProbingOptimizer, Slot, Tally
 
 __all__ = ["SAM", "perturbation"]
 
@@ -125,19 +125,20 @@ class SAM(ProbingOptimizer):
                 "maximize=True does not go with SAM, which looks for the worst loss nearby: negate the loss."
             )
 
-    def _probe(self, slots: list[Slot], grad_at: GradAt, split: int) -> Probe:
-        g, loss = grad_at(None for _ in slots)  # line 2
-        perturbed = [g_i for slot, g_i in zip(slots, g, strict=True) if slot.group["perturb"]]
-        norm = torch.nn.utils.get_total_norm(perturbed)
-        eps = (
-            perturbation(g_i, norm.to(g_i.device), slot.group["rho"]) if slot.group["perturb"] else None
+    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: GradAt, tally: Tally) -> None:
+        g = grad_at(theta)  # line 2
+        moved = [g_i for slot, g_i in zip(slots, g, strict=True) if slot.group["perturb"]]
+        norm = torch.nn.utils.get_total_norm(moved)
+        perturbed = (
+            slot.mean + perturbation(g_i, norm.to(g_i.device), slot.group["rho"])
+            if slot.group["perturb"]
+            else slot.mean
             for slot, g_i in zip(slots, g, strict=True)
         )
-        del g, perturbed  # their memory is free once the weights are written
-        g_eps, _ = grad_at(eps)  # line 4
-        return Probe(loss, (g_eps,))
+        del g, moved  # its memory is free once the weights are written
+        tally.add("gradient", grad_at(perturbed))  # line 4
 
-    def _update(self, slots: list[Slot], statistics: tuple[list[Tensor], ...], accept: Tensor | None) -> None:
+    def _update(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
         if accept is None or bool(accept):  # the base optimizer cannot select on the device
             step = type(self.base_optimizer).step
             step = getattr(step, "__wrapped__", step)  # without hooks: torch's global ones run once, for SAM's step

@@ -40,6 +40,7 @@ State of a parameter: `momentum` (m), `curvature` (s) and `step`; float32 for 16
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bsam.forward import map_tensors
 from bsam.gradients import LossFunction, PerExample
 from bsam.optim import options
-from bsam.optim.base import GradAt, Probe, Slot
+from bsam.optim.base import GradAt, Slot, Tally
 from bsam.optim.gaussian import GaussianOptimizer
 
 __all__ = ["VOGN", "posterior_std", "update"]
@@ -211,22 +212,21 @@ class VOGN(GaussianOptimizer):
         state = super()._fresh_state(parameter, group)
         return {**state, "curvature": torch.zeros_like(state["momentum"])}
 
-    def _kept(self, group: dict[str, Any]) -> float:
-        beta2 = float(group["betas"][1])
+    def _kept(self, group: dict[str, Any]) -> Any:
+        beta2 = group["betas"][1]
         return beta2 if group["statistics"] == "average" else 1 - beta2
 
     def _posterior_std(self, slot: Slot) -> Tensor:
         rates = self._rates(slot.group)
         return posterior_std(slot.state["curvature"], self.effective_num_data, rates["delta"], rates["gamma"])
 
-    def _offset(self, slot: Slot, split: int) -> Tensor | None:
-        e = self._posterior_noise(slot, split)
-        return None if e is None else e.mul_(slot.state["step"] > 0)  # line 1: not in the first step
+    def _theta(self, slot: Slot, split: int) -> Tensor:
+        return torch.where(slot.state["step"] > 0, self._sample(slot, split), slot.mean)  # lines 1, 3
 
-    def _probe(self, slots: list[Slot], grad_at: GradAt, split: int) -> Probe:
-        offsets = (self._offset(slot, split) for slot in slots)
-        statistics, loss = grad_at.evaluate(offsets, self._moments)  # lines 3 to 6
-        return Probe(loss, statistics)
+    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: GradAt, tally: Tally) -> None:
+        g_hat, h_hat = grad_at.evaluate(theta, self._moments)  # lines 4 to 6
+        tally.add("gradient", g_hat)
+        tally.add("curvature", h_hat)
 
     def _moments(
         self, slots: list[Slot], closure: LossFunction, part: tuple[Any, ...]
@@ -240,8 +240,8 @@ class VOGN(GaussianOptimizer):
             slot.seen = is_seen
         return (g_hat, h_hat), loss
 
-    def _update(self, slots: list[Slot], statistics: tuple[list[Tensor], ...], accept: Tensor | None) -> None:
-        for slot, g_hat, h_hat in zip(slots, *statistics, strict=True):
+    def _update(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
+        for slot, g_hat, h_hat in zip(slots, statistics["gradient"], statistics["curvature"], strict=True):
             state = slot.state
             mu, m, s = update(
                 slot.mean.to(slot.dtype),
