@@ -22,13 +22,17 @@ from bsam.forward import map_tensors
 
 __all__ = [
     "LossFunction",
+    "LossModule",
     "Moments",
     "PerExample",
     "batch_gradient",
     "chunk_size",
     "differentiable",
+    "keys_of",
     "output_sums",
+    "reached_by",
     "some_examples",
+    "without_autocast",
 ]
 
 LossFunction = Callable[..., Tensor | float]
@@ -55,7 +59,7 @@ def batch_gradient(
     with torch.enable_grad():
         loss = _checked_loss(loss_fn(*batch))
         if loss.requires_grad and all(parameter.grad is None for parameter in parameters):
-            with _without_autocast(loss.device):
+            with without_autocast(loss.device):
                 torch.autograd.backward(loss)
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
@@ -179,7 +183,7 @@ class PerExample:
     def _vmap(
         self, parameters: Sequence[Tensor], loss_fn: LossFunction, batch: tuple[Any, ...]
     ) -> tuple[list[Tensor], Tensor]:
-        keys, loss_module = self._keys(parameters), _LossModule(self._module, loss_fn)
+        keys, loss_module = keys_of(self._module, parameters), LossModule(self._module, loss_fn)
         weights = [p.detach() for p in parameters]
         tensors: list[Tensor] = []
         map_tensors(tensors.append, batch)
@@ -193,7 +197,7 @@ class PerExample:
                 return loss
 
             loss, pullback = vjp(loss_at, weights)[:2]
-            with _without_autocast(loss.device):
+            with without_autocast(loss.device):
                 (gradients,) = pullback(torch.ones_like(loss))
             return gradients, loss
 
@@ -205,42 +209,58 @@ class PerExample:
     def _check(
         self, parameters: Sequence[Tensor], loss_fn: LossFunction, batch: tuple[Any, ...], reached: list[bool]
     ) -> None:
-        """Find out by the first example which parameters are part of the loss.
-
-        Raises a RuntimeError if vmap cannot do it, or if the loss function does not (or not only) use the weights
-        that are handed to it: it may hold on to parameters by itself, in a list say. Their gradient would be lost.
-        """
+        """Find out by the first example which parameters are part of the loss, and whether vmap can do it."""
         example = some_examples(batch, 0, 1)
         buffers = BufferSnapshot(all_buffers(self._module))
         try:
             with _same_randomness(parameters):
                 self._vmap(parameters, loss_fn, example)
-            for parameter in parameters:
-                parameter.grad = None
-            handed = [p.detach().requires_grad_() for p in parameters]
-            with _same_randomness(parameters), torch.enable_grad():
-                weights = dict(zip(self._keys(parameters), handed, strict=True))
-                loss = functional_call(_LossModule(self._module, loss_fn), weights, (example,))
-            if any(p.grad is not None for p in (*handed, *parameters)):
-                raise RuntimeError("the loss function calls backward() itself")
-            if not loss.requires_grad:
-                return
-            with _without_autocast(loss.device):
-                found = torch.autograd.grad(loss, [*handed, *parameters], allow_unused=True)
-            if any(gradient is not None for gradient in found[len(handed) :]):
-                raise RuntimeError(
-                    "the loss function uses parameters of module= that it did not look up in the module just now"
-                )
-            for i, gradient in enumerate(found[: len(handed)]):
-                reached[i] |= gradient is not None
         finally:
             buffers.restore()
+        for i, found in enumerate(reached_by(self._module, parameters, loss_fn, example)):
+            reached[i] |= found
 
-    def _keys(self, parameters: Sequence[Tensor]) -> list[str]:
-        names = {id(p): f"module.{name}" for name, p in self._module.named_parameters()}
-        if any(id(p) not in names for p in parameters):
-            raise RuntimeError("some parameters do not belong to module=")
-        return [names[id(p)] for p in parameters]
+
+def reached_by(
+    module: nn.Module, parameters: Sequence[Tensor], loss_fn: LossFunction, batch: tuple[Any, ...]
+) -> list[bool]:
+    """Which parameters are part of the loss, found out by handing other weights to the module.
+
+    Raises a RuntimeError if the loss function does not (or not only) use the weights that are handed to it: it may
+    hold on to parameters by itself, in a list say. Their gradient would be lost. Buffers, the state of the generators
+    and `.grad` stay what they are.
+    """
+    buffers, grads = BufferSnapshot(all_buffers(module)), [p.grad for p in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        handed = [p.detach().requires_grad_() for p in parameters]
+        with _same_randomness(parameters), torch.enable_grad():
+            weights = dict(zip(keys_of(module, parameters), handed, strict=True))
+            loss = functional_call(LossModule(module, loss_fn), weights, (batch,))
+        if any(p.grad is not None for p in (*handed, *parameters)):
+            raise RuntimeError("the loss function calls backward() itself")
+        if not loss.requires_grad:
+            return [False] * len(parameters)
+        with without_autocast(loss.device):
+            found = torch.autograd.grad(loss, [*handed, *parameters], allow_unused=True)
+        if any(gradient is not None for gradient in found[len(handed) :]):
+            raise RuntimeError(
+                "the loss function uses parameters of module= that it did not look up in the module just now"
+            )
+        return [gradient is not None for gradient in found[: len(handed)]]
+    finally:
+        buffers.restore()
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+
+
+def keys_of(module: nn.Module, parameters: Sequence[Tensor]) -> list[str]:
+    """The names of the parameters in a `LossModule` of the module."""
+    names = {id(p): f"module.{name}" for name, p in module.named_parameters()}
+    if any(id(p) not in names for p in parameters):
+        raise RuntimeError("some parameters do not belong to module=")
+    return [names[id(p)] for p in parameters]
 
 
 def output_sums(net: nn.Module, inputs: Any, rows: Tensor) -> tuple[LossFunction, tuple[Any, ...]]:
@@ -272,7 +292,7 @@ def differentiable(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter.requires_grad_(flag)
 
 
-class _LossModule(nn.Module):
+class LossModule(nn.Module):
     """A module whose forward is the loss function, and whose weights are those of the model it closes over."""
 
     def __init__(self, module: nn.Module, loss_fn: LossFunction) -> None:
@@ -281,6 +301,7 @@ class _LossModule(nn.Module):
         self._function = [loss_fn]  # in a list: it may be a module, and would be registered as a part of this one
 
     def forward(self, batch: tuple[Any, ...]) -> Tensor:
+        """The loss."""
         return _checked_loss(self._function[0](*batch)).reshape(())
 
 
@@ -315,7 +336,8 @@ def _same_randomness(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_autocast(device: torch.device) -> Iterator[None]:
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Leave a surrounding autocast region: a backward pass belongs outside of it."""
     with torch.autocast(device.type, enabled=False):
         yield
 

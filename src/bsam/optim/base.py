@@ -19,7 +19,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,10 @@ from bsam.distributed import all_reduce_sum, broadcast, rank_of
 from bsam.gradients import LossFunction, batch_gradient
 from bsam.optim import options
 from bsam.optim.batch import split_batch
+from bsam.optim.together import Parts, Together
 from bsam.posterior import PointMass, Posterior
 
-__all__ = ["GradAt", "ProbingOptimizer", "Slot", "Tally"]
+__all__ = ["GradAt", "Gradients", "ProbingOptimizer", "Slot", "Tally"]
 
 Result = TypeVar("Result")
 
@@ -56,6 +57,13 @@ class Slot:
     def dtype(self) -> torch.dtype:
         """The type of its statistics and state: float32 for 16-bit weights."""
         return torch.promote_types(self.parameter.dtype, torch.float32)
+
+
+class Gradients(Protocol):
+    """Gives the gradients of one sub-batch at given weights: `GradAt` in a loop, `GradAtStack` under vmap."""
+
+    def __call__(self, weights: Iterable[Tensor], /) -> list[Tensor]:
+        """The gradients, one a slot."""
 
 
 class GradAt:
@@ -132,9 +140,12 @@ class ProbingOptimizer(Optimizer):
         *,
         module: nn.Module | None,
         process_group: dist.ProcessGroup | None,
+        vectorise: bool | None,
     ) -> None:
+        options.one_of("vectorise", vectorise, (True, False, None))
         self.module = module
         self.process_group = process_group
+        self.vectorise = vectorise
         self._reset()
         self._check_group(defaults)
         super().__init__(params, defaults)
@@ -147,6 +158,7 @@ class ProbingOptimizer(Optimizer):
         self._warned: set[int | str] = set()  # what a warning was given for
         self._skipped: Tensor | None = None
         self._synchronised = False
+        self._together = Together()
 
     # ------------------------------------------------------------------ the method, given by a subclass
 
@@ -154,7 +166,7 @@ class ProbingOptimizer(Optimizer):
         """The weights of a slot in the first pass; `split` counts over all ranks."""
         return slot.mean
 
-    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: GradAt, tally: Tally) -> None:
+    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
         """Look at one sub-batch, first at the weights `theta`; count in `tally` what it says.
 
         The statistic `"gradient"` is the one that will be applied. Slots may be those of many parameters packed
@@ -260,21 +272,32 @@ class ProbingOptimizer(Optimizer):
         return losses[0]
 
     def _average(
-        self, slots: list[Slot], closure: LossFunction, parts: list[tuple[tuple[Any, ...], int]]
+        self, slots: list[Slot], closure: LossFunction, parts: Parts
     ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         """Probe every part; return the mean losses of each pass and the mean statistics, over parts and ranks."""
         total = sum(size for _, size in parts)
         first = 0 if self.process_group is None else rank_of(self.process_group) * self._option("splits")
+        together = self._together.probe(self, slots, closure, parts, first)
+        if together is not None:
+            means, statistics = together
+        else:
+            means, statistics = self._probe_in_turn(slots, closure, parts, first)
+        if self.process_group is not None:
+            self._average_over_ranks(slots, statistics, means, total)
+        return means, statistics
+
+    def _probe_in_turn(
+        self, slots: list[Slot], closure: LossFunction, parts: Parts, first: int
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """The mean losses of each pass and the mean statistics, over the parts."""
+        total = sum(size for _, size in parts)
         tally, losses = Tally(), Tally()
         for k, (part, size) in enumerate(parts):
             tally.weight = losses.weight = size / total
             grad_at = GradAt(slots, closure, part, functools.partial(self._frozen_statistics, k))
             self._probe(slots, (self._theta(slot, first + k) for slot in slots), grad_at, tally)
             losses.add("loss", grad_at.losses)
-        means, statistics = losses.means["loss"], tally.means
-        if self.process_group is not None:
-            self._average_over_ranks(slots, statistics, means, total)
-        return means, statistics
+        return losses.means["loss"], tally.means
 
     def _frozen_statistics(self, split: int, pass_index: int) -> list[tuple[nn.Module, str]]:
         """The running statistics that a pass must leave as they are."""
@@ -445,7 +468,8 @@ class ProbingOptimizer(Optimizer):
                 "an optimizer with a process_group cannot be copied or pickled: a group belongs to its process. "
                 "Save optimizer.state_dict() instead."
             )
-        return {**super().__getstate__(), "module": self.module, "process_group": None}
+        own = {"module": self.module, "process_group": None, "vectorise": self.vectorise}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

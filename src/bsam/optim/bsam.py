@@ -48,7 +48,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bsam.optim import options
-from bsam.optim.base import GradAt, Slot, Tally
+from bsam.optim.base import Gradients, Slot, Tally
 from bsam.optim.gaussian import GaussianOptimizer
 
 __all__ = ["BSAM", "curvature", "perturbation", "posterior_std", "update"]
@@ -117,8 +117,11 @@ class BSAM(GaussianOptimizer):
             it in `skipped_steps`.
         max_grad_norm: Clips the norm of g_eps, the averaged gradient at the perturbed weights (line 6), before the
             prior is added. The first gradients (line 4) are not clipped.
-        module: The model. Lets the optimizer handle BatchNorm and name parameters in messages.
+        module: The model. Lets the optimizer handle BatchNorm, compute the splits together, and name parameters in
+            messages.
         batch_norm: Which passes move BatchNorm's running statistics, see `bsam.batch_norm`.
+        vectorise: True: the splits are computed together by vmap, or an error. False: in a loop, with the same
+            numbers. None: together on a GPU, and in a loop, with one warning that says why, where that fails.
         process_group: Ranks as further splits, see the page on distributed training.
         seed: Seed of the noise.
 
@@ -152,6 +155,7 @@ class BSAM(GaussianOptimizer):
         max_grad_norm: float | None = None,
         module: nn.Module | None = None,
         batch_norm: str = "first_split",
+        vectorise: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
     ) -> None:
@@ -174,7 +178,7 @@ class BSAM(GaussianOptimizer):
             "batch_norm": batch_norm,
             "seed": seed,
         }
-        super().__init__(params, defaults, module=module, process_group=process_group)
+        super().__init__(params, defaults, module=module, process_group=process_group, vectorise=vectorise)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -197,7 +201,7 @@ class BSAM(GaussianOptimizer):
     def _theta(self, slot: Slot, split: int) -> Tensor:
         return self._sample(slot, split) if self._option("sample_noise") else slot.mean  # line 3
 
-    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: GradAt, tally: Tally) -> None:
+    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
         g = grad_at(theta)  # line 4
         # Counted before the second pass, to need its memory once, and as a copy: DistributedDataParallel may write
         # the next gradients where g lies.

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bsam.optim import options
-from bsam.optim.base import GradAt, ProbingOptimizer, Slot, Tally
+from bsam.optim.base import Gradients, ProbingOptimizer, Slot, Tally
 
 __all__ = ["SAM", "perturbation"]
 
@@ -46,6 +46,15 @@ __all__ = ["SAM", "perturbation"]
 def perturbation(g: Tensor, norm: Tensor, rho: float) -> Tensor:
     """The adversarial step eps, of length rho over all parameters together."""
     return rho * g / norm.clamp_min(torch.finfo(norm.dtype).tiny)  # line 3
+
+
+def total_norm(tensors: list[Tensor]) -> Tensor:
+    """The norm of all tensors together, on the first one's device."""
+    if not tensors:
+        return torch.zeros(())
+    norms = [torch.linalg.vector_norm(t) for t in tensors]  # torch.nn.utils.get_total_norm cannot be vmapped
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    return total
 
 
 class SAM(ProbingOptimizer):
@@ -62,8 +71,11 @@ class SAM(ProbingOptimizer):
         nonfinite: `"raise"` stops at a loss or gradient that is not finite, `"skip"` leaves the step out and counts
             it in `skipped_steps` (here at the price of one look at the device a step).
         max_grad_norm: Clips the norm of g_eps, the averaged gradient at the perturbed weights.
-        module: The model. Lets the optimizer handle BatchNorm and name parameters in messages.
+        module: The model. Lets the optimizer handle BatchNorm, compute the splits together, and name parameters in
+            messages.
         batch_norm: Which passes move BatchNorm's running statistics, see `bsam.batch_norm`.
+        vectorise: True: the splits are computed together by vmap, or an error. False: in a loop, with the same
+            numbers. None: together on a GPU, and in a loop, with one warning that says why, where that fails.
         process_group: Ranks as further splits, see the page on distributed training.
         base_kwargs: Options of the base optimizer.
 
@@ -85,6 +97,7 @@ class SAM(ProbingOptimizer):
         max_grad_norm: float | None = None,
         module: nn.Module | None = None,
         batch_norm: str = "first_split",
+        vectorise: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         **base_kwargs: Any,
     ) -> None:
@@ -102,7 +115,7 @@ class SAM(ProbingOptimizer):
             "batch_norm": batch_norm,
         }
         self._check_group({**defaults, **base_kwargs})
-        super().__init__(params, defaults, module=module, process_group=process_group)
+        super().__init__(params, defaults, module=module, process_group=process_group, vectorise=vectorise)
         self.base_optimizer = base_optimizer(self.param_groups, **base_kwargs)
         closure = inspect.signature(self.base_optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -125,10 +138,10 @@ class SAM(ProbingOptimizer):
                 "maximize=True does not go with SAM, which looks for the worst loss nearby: negate the loss."
             )
 
-    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: GradAt, tally: Tally) -> None:
+    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
         g = grad_at(theta)  # line 2
         moved = [g_i for slot, g_i in zip(slots, g, strict=True) if slot.group["perturb"]]
-        norm = torch.nn.utils.get_total_norm(moved)
+        norm = total_norm(moved)
         perturbed = (
             slot.mean + perturbation(g_i, norm.to(g_i.device), slot.group["rho"])
             if slot.group["perturb"]

@@ -51,7 +51,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bsam.forward import map_tensors
 from bsam.gradients import LossFunction, PerExample
 from bsam.optim import options
-from bsam.optim.base import GradAt, Slot, Tally
+from bsam.optim.base import GradAt, Gradients, Slot, Tally
 from bsam.optim.gaussian import GaussianOptimizer
 
 __all__ = ["VOGN", "posterior_std", "update"]
@@ -146,8 +146,6 @@ class VOGN(GaussianOptimizer):
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
     ) -> None:
-        options.one_of("vectorise", vectorise, (True, False, None))
-        self.vectorise = vectorise
         defaults = {
             "lr": lr,
             "prior_precision": prior_precision,
@@ -163,10 +161,11 @@ class VOGN(GaussianOptimizer):
             "batch_norm": "none",  # its statistics never move: see _check_batch
             "seed": seed,
         }
-        super().__init__(params, defaults, module=module, process_group=process_group)
+        super().__init__(params, defaults, module=module, process_group=process_group, vectorise=vectorise)
 
     def _reset(self) -> None:
         super()._reset()
+        self._together.off = True  # it vectorises over examples
         self._per_example: PerExample | None = None
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -223,7 +222,8 @@ class VOGN(GaussianOptimizer):
     def _theta(self, slot: Slot, split: int) -> Tensor:
         return torch.where(slot.state["step"] > 0, self._sample(slot, split), slot.mean)  # lines 1, 3
 
-    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: GradAt, tally: Tally) -> None:
+    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
+        assert isinstance(grad_at, GradAt)
         g_hat, h_hat = grad_at.evaluate(theta, self._moments)  # lines 4 to 6
         tally.add("gradient", g_hat)
         tally.add("curvature", h_hat)
@@ -259,6 +259,3 @@ class VOGN(GaussianOptimizer):
         s = state["curvature"]
         if not bool(((s >= 0) & s.isfinite()).all()):
             raise ValueError(f"the loaded curvature of parameter {key} is negative or not finite somewhere.")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "vectorise": self.vectorise}

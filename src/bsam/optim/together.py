@@ -1,0 +1,232 @@
+"""All sub-batches probed at once: the method's own probe under `torch.vmap`.
+
+The loop over the splits of a batch, m forward and backward passes one after the other, becomes one pass with a stack
+of m weights and m sub-batches. The model's weights and buffers are handed to the loss function by `functional_call`,
+so it must look them up in the module when it is called. BatchNorm's buffers are stacked too: each split has its own,
+and those of the first are kept (the policy `"first_split"`).
+
+Where this cannot be done the loop does it, after one warning that says why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp
+from torch.nn.modules.batchnorm import _NormBase
+
+from bsam import batch_norm as bn
+from bsam.forward import map_tensors
+from bsam.gradients import LossFunction, LossModule, keys_of, reached_by, without_autocast
+
+if TYPE_CHECKING:
+    from bsam.optim.base import ProbingOptimizer, Slot
+
+__all__ = ["Parts", "Together", "probe_stack", "stack_parts"]
+
+Parts = list[tuple[tuple[Any, ...], int]]
+Unpack = Callable[[list[Tensor]], dict[str, Tensor]]
+Pack = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+def _why_not(module: nn.Module, policy: str, parts: Parts) -> str | None:
+    """Why these parts cannot be probed together, or None if they can."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return "module= is a DistributedDataParallel, whose hooks run in a loop only"
+    if len({size for _, size in parts}) > 1:
+        return "the sub-batches are not of one size"
+    moving = any(
+        layer.training and layer.running_mean is not None for layer in module.modules() if isinstance(layer, _NormBase)
+    )
+    if moving and policy in ("all", "first_pass"):
+        return f"batch_norm={policy!r} moves running statistics from split to split"
+    return None
+
+
+def stack_parts(parts: Parts) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """The first part, and the tensors of all parts, each stacked along a new dimension 0."""
+    columns: list[list[Tensor]] = []
+    for part, _ in parts:
+        columns.append([])
+        map_tensors(columns[-1].append, part)
+    return parts[0][0], [torch.stack(column) for column in zip(*columns, strict=True)]
+
+
+class GradAtStack:
+    """`GradAt` for one sub-batch of many: functional, to be run under vmap.
+
+    Args:
+        loss_module: A module whose forward is the loss of a part.
+        unpack: Makes the weights of the loss module, by name, of those of the slots.
+        pack: Makes gradients of the slots of those of the weights, in the same order.
+        part: The sub-batch.
+        buffers: The buffers of the loss module, by name.
+        frozen: Names of the buffers that must not move, for each pass.
+    """
+
+    def __init__(
+        self,
+        loss_module: nn.Module,
+        unpack: Unpack,
+        pack: Pack,
+        part: tuple[Any, ...],
+        buffers: dict[str, Tensor],
+        frozen: Callable[[int], frozenset[str]],
+    ) -> None:
+        self._loss_module, self._unpack, self._pack, self._part = loss_module, unpack, pack, part
+        self._frozen = frozen
+        self.buffers = buffers
+        """Of the loss module, as the passes so far left them."""
+        self.losses: list[Tensor] = []
+        """Of each pass."""
+
+    def __call__(self, weights: Iterable[Tensor]) -> list[Tensor]:
+        """The gradients, one a slot."""
+        named = self._unpack(list(weights))
+
+        def loss_at(*tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            moved = {name: b.clone() for name, b in self.buffers.items()}  # torch.func lets only such be written to
+            loss = functional_call(
+                self._loss_module, {**dict(zip(named, tensors, strict=True)), **moved}, (self._part,)
+            )
+            return loss, moved
+
+        loss, pullback, moved = vjp(loss_at, *named.values(), has_aux=True)  # type: ignore[misc]
+        frozen = self._frozen(len(self.losses))
+        self.buffers = {name: self.buffers[name] if name in frozen else b for name, b in moved.items()}
+        with without_autocast(loss.device):
+            gradients = pullback(torch.ones_like(loss))
+        self.losses.append(loss.detach())
+        return self._pack([gradient.detach() for gradient in gradients])
+
+
+class Together:
+    """Decides whether the splits of a step are probed together, and does it."""
+
+    def __init__(self) -> None:
+        self.off = False
+        self._reached: tuple[Any, list[bool]] | None = None
+        """What the loss function of the last step was, and which parameters are part of it."""
+
+    def probe(
+        self, optimizer: ProbingOptimizer, slots: list[Slot], closure: LossFunction, parts: Parts, first: int
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]]] | None:
+        """The mean losses of each pass and the mean statistics over the parts, or None if a loop is to find them."""
+        asked, module = optimizer.vectorise, optimizer.module
+        if self.off or asked is False or len(parts) == 1 or not slots:
+            return None
+        if asked is None and (module is None or slots[0].parameter.device.type == "cpu"):
+            return None
+        if module is None:
+            raise ValueError("vectorise=True needs the model: make the optimizer with module=model.")
+        reason = _why_not(module, optimizer._option("batch_norm"), parts)
+        if reason is not None:
+            if asked and len({size for _, size in parts}) == 1:  # a ragged last batch is no mistake
+                raise ValueError(f"vectorise=True cannot be had: {reason}.")
+            return None
+        buffers = bn.BufferSnapshot(bn.all_buffers(module))
+        try:
+            self._check(module, slots, closure, parts[0][0])
+            return _probe_together(optimizer, module, slots, closure, parts, first)
+        except RuntimeError as error:  # of torch.func; a mistake of the user's will come again in the loop
+            if asked:
+                raise
+            buffers.restore()
+            self.off = True
+            line = str(error).strip().partition("\n")[0]
+            warnings.warn(f"the splits are computed in a loop, because vmap failed: {line}", stacklevel=6)
+            return None
+
+    def _check(self, module: nn.Module, slots: list[Slot], closure: LossFunction, part: tuple[Any, ...]) -> None:
+        """Find out, for a loss function not met before, which parameters are part of it."""
+        known = getattr(closure, "__code__", closure)
+        if self._reached is None or self._reached[0] is not known or len(self._reached[1]) != len(slots):
+            self._reached = known, reached_by(module, [slot.parameter for slot in slots], closure, part)
+        for slot, reached in zip(slots, self._reached[1], strict=True):
+            slot.seen = reached
+
+
+def _probe_together(
+    optimizer: ProbingOptimizer,
+    module: nn.Module,
+    slots: list[Slot],
+    closure: LossFunction,
+    parts: Parts,
+    first: int,
+) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    keys = keys_of(module, [slot.parameter for slot in slots])
+    example, tensors = stack_parts(parts)
+    splits = range(first, first + len(parts))
+    theta = [torch.stack([optimizer._theta(slot, k) for k in splits]) for slot in slots]
+    buffers = {f"module.{name}": b for name, b in module.named_buffers()}
+    with torch.enable_grad():
+        losses, statistics, moved = probe_stack(
+            optimizer,
+            slots,
+            LossModule(module, closure),
+            lambda weights: {key: w.to(slot.mean.dtype) for key, w, slot in zip(keys, weights, slots, strict=True)},
+            lambda gradients: [g.to(slot.dtype) for g, slot in zip(gradients, slots, strict=True)],
+            theta,
+            example,
+            tensors,
+            {name: b.expand(len(parts), *b.shape).clone() for name, b in buffers.items()},
+        )
+    for name, buffer in buffers.items():
+        buffer.copy_(moved[name][0])
+    return [loss.mean(0) for loss in losses], {name: [t.mean(0) for t in s] for name, s in statistics.items()}
+
+
+def probe_stack(
+    optimizer: ProbingOptimizer,
+    slots: list[Slot],
+    loss_module: nn.Module,
+    unpack: Unpack,
+    pack: Pack,
+    theta: list[Tensor],
+    example: tuple[Any, ...],
+    tensors: list[Tensor],
+    buffers: dict[str, Tensor],
+) -> tuple[list[Tensor], dict[str, list[Tensor]], dict[str, Tensor]]:
+    """Losses of each pass, statistics and buffers of all sub-batches, stacked along dimension 0.
+
+    Args:
+        optimizer: Whose `_probe` looks at each sub-batch.
+        slots: What it looks at.
+        loss_module: See `GradAtStack`.
+        unpack: See `GradAtStack`.
+        pack: See `GradAtStack`.
+        theta: Weights of the slots in the first pass, stacked over the sub-batches.
+        example: One sub-batch, for its structure.
+        tensors: Its tensors, stacked over the sub-batches.
+        buffers: Buffers of the loss module by name, stacked over the sub-batches.
+    """
+    from bsam.optim.base import Tally
+
+    statistics_of_norms = frozenset(
+        f"module.{name}.{buffer}"
+        for name, layer in loss_module.get_submodule("module").named_modules()
+        if isinstance(layer, _NormBase)
+        for buffer in layer._buffers
+    )
+    policy = optimizer._option("batch_norm")
+
+    def frozen(pass_index: int) -> frozenset[str]:
+        return frozenset() if bn.moves_statistics(policy, 0, pass_index) else statistics_of_norms
+
+    def one(
+        theta: list[Tensor], rows: list[Tensor], buffers: dict[str, Tensor]
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]], dict[str, Tensor]]:
+        left = iter(rows)
+        part = map_tensors(lambda _: next(left), example)
+        grad_at = GradAtStack(loss_module, unpack, pack, part, buffers, frozen)
+        tally = Tally()
+        optimizer._probe(slots, theta, grad_at, tally)
+        return grad_at.losses, tally.means, grad_at.buffers
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")  # not in the user's hands
+        return torch.vmap(one, randomness="different")(theta, tensors, buffers)
