@@ -65,6 +65,9 @@ class Gradients(Protocol):
     def __call__(self, weights: Iterable[Tensor], /) -> list[Tensor]:
         """The gradients, one a slot."""
 
+    def moments(self, weights: Iterable[Tensor], /) -> tuple[list[Tensor], list[Tensor]]:
+        """Mean and mean square of the gradients of the examples, one tensor a slot each."""
+
 
 class GradAt:
     """Evaluates one sub-batch at given weights, one tensor a slot."""
@@ -178,6 +181,9 @@ class ProbingOptimizer(Optimizer):
         """Move weights and state; where the 0-dim boolean `accept` is given and false, leave them."""
         raise NotImplementedError
 
+    def _keep(self, slots: list[Slot]) -> None:
+        """Make the state of stepped slots the optimizer's own, where it is not yet."""
+
     def _fresh_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter that has not been stepped yet."""
         return {}
@@ -238,7 +244,7 @@ class ProbingOptimizer(Optimizer):
             accept = None if self._option("nonfinite") == "raise" else finite
             if accept is None and not finite:
                 raise FloatingPointError(self._describe_nonfinite(slots, losses, statistics))
-            self._clip(statistics["gradient"])
+            clip_gradient(statistics["gradient"], self._option("max_grad_norm"))
         except BaseException:
             for parameter, grad in grads:
                 parameter.grad = grad
@@ -252,7 +258,7 @@ class ProbingOptimizer(Optimizer):
 
         if accept is not None:
             refused = (~accept).long()
-            self._skipped = refused if self._skipped is None else self._skipped + refused
+            self._skipped = refused if self._skipped is None else self._skipped.add_(refused)
             buffers.restore(unless=accept)
         for slot, gradient in zip(slots, statistics["gradient"], strict=True):
             slot.parameter.grad = gradient.to(slot.parameter.dtype) if slot.seen else None
@@ -260,6 +266,7 @@ class ProbingOptimizer(Optimizer):
         try:
             kept = {name: [tensors[i] for i in keep] for name, tensors in statistics.items()}
             self._update([slots[i] for i in keep], kept, accept)
+            self._keep([slots[i] for i in keep])
         except BaseException:
             for slot in slots:
                 slot.parameter.copy_(slot.mean)
@@ -333,26 +340,9 @@ class ProbingOptimizer(Optimizer):
         for t in sums:
             t.div_(count.item())
 
-    def _clip(self, gradient: list[Tensor]) -> None:
-        """Scale the averaged gradient down to `max_grad_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
-        limit = self._option("max_grad_norm")
-        if limit is not None and gradient:
-            norm = torch.nn.utils.get_total_norm(gradient)
-            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-            for tensor in gradient:
-                tensor.mul_(scale.to(tensor.device))
-
     def _slots(self) -> list[Slot]:
         """A slot for each parameter that requires a gradient, its weights copied."""
-        slots = []
-        index = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    state = self.state.get(parameter) or self._fresh_state(parameter, group)
-                    slots.append(Slot(index, parameter, group, parameter.detach().clone(), state))
-                index += 1
-        return slots
+        return make_slots(self, self._fresh_state)
 
     def _synchronise(self) -> None:
         """Start every rank from the weights and buffers of rank 0."""
@@ -561,6 +551,36 @@ class ProbingOptimizer(Optimizer):
             f"{'; '.join(bad)}. Weights and state are unchanged. Lower lr or rho, look at the batch, or leave such "
             "steps out with nonfinite='skip'."
         )
+
+
+def make_slots(optimizer: Optimizer, fresh_state: Callable[[Tensor, dict[str, Any]], dict[str, Any]]) -> list[Slot]:
+    """A slot for each parameter of an optimizer that requires a gradient, its weights copied."""
+    slots = []
+    index = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                state = optimizer.state.get(parameter) or fresh_state(parameter, group)
+                slots.append(Slot(index, parameter, group, parameter.detach().clone(), state))
+            index += 1
+    return slots
+
+
+def total_norm(tensors: list[Tensor]) -> Tensor:
+    """The norm of all tensors together, on the first one's device."""
+    if not tensors:
+        return torch.zeros(())
+    norms = [torch.linalg.vector_norm(t) for t in tensors]  # torch.nn.utils.get_total_norm cannot be vmapped
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    return total
+
+
+def clip_gradient(gradient: list[Tensor], limit: float | None) -> None:
+    """Scale the averaged gradient down to a norm of `limit`, as `torch.nn.utils.clip_grad_norm_` does."""
+    if limit is not None and gradient:
+        scale = (limit / (total_norm(gradient) + 1e-6)).clamp(max=1.0)
+        for tensor in gradient:
+            tensor.mul_(scale.to(tensor.device))
 
 
 def write(target: Tensor, value: Tensor, accept: Tensor | None) -> None:

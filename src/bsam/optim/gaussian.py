@@ -98,7 +98,10 @@ class GaussianOptimizer(ProbingOptimizer):
         write(slot.parameter, mean, accept)
         for name, value in {**state, "step": slot.state["step"] + 1}.items():
             write(slot.state[name], value, accept)
-        self.state[slot.parameter] = slot.state
+
+    def _keep(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            self.state[slot.parameter] = slot.state
 
     # ------------------------------------------------------------------ the posterior
 

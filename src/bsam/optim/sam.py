@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bsam.optim import options
-from bsam.optim.base import Gradients, ProbingOptimizer, Slot, Tally
+from bsam.optim.base import Gradients, ProbingOptimizer, Slot, Tally, total_norm
 
 __all__ = ["SAM", "perturbation"]
 
@@ -46,15 +46,6 @@ __all__ = ["SAM", "perturbation"]
 def perturbation(g: Tensor, norm: Tensor, rho: float) -> Tensor:
     """The adversarial step eps, of length rho over all parameters together."""
     return rho * g / norm.clamp_min(torch.finfo(norm.dtype).tiny)  # line 3
-
-
-def total_norm(tensors: list[Tensor]) -> Tensor:
-    """The norm of all tensors together, on the first one's device."""
-    if not tensors:
-        return torch.zeros(())
-    norms = [torch.linalg.vector_norm(t) for t in tensors]  # torch.nn.utils.get_total_norm cannot be vmapped
-    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-    return total
 
 
 class SAM(ProbingOptimizer):

@@ -26,14 +26,14 @@ from bsam.gradients import LossFunction, LossModule, keys_of, reached_by, withou
 if TYPE_CHECKING:
     from bsam.optim.base import ProbingOptimizer, Slot
 
-__all__ = ["Parts", "Together", "probe_stack", "stack_parts"]
+__all__ = ["Parts", "Together", "probe_stack", "stack_parts", "why_not"]
 
 Parts = list[tuple[tuple[Any, ...], int]]
 Unpack = Callable[[list[Tensor]], dict[str, Tensor]]
 Pack = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
-def _why_not(module: nn.Module, policy: str, parts: Parts) -> str | None:
+def why_not(module: nn.Module, policy: str, parts: Parts) -> str | None:
     """Why these parts cannot be probed together, or None if they can."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return "module= is a DistributedDataParallel, whose hooks run in a loop only"
@@ -103,6 +103,29 @@ class GradAtStack:
         self.losses.append(loss.detach())
         return self._pack([gradient.detach() for gradient in gradients])
 
+    def moments(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Mean and mean square of the gradients of the examples, one tensor a slot each; buffers do not move."""
+        named = self._unpack(list(weights))
+        rows: list[Tensor] = []
+        map_tensors(rows.append, self._part)
+
+        def one(*example: Tensor) -> tuple[list[Tensor], Tensor]:
+            left = iter(example)
+            part = map_tensors(lambda _: next(left)[None], self._part)
+
+            def loss_at(*tensors: Tensor) -> Tensor:
+                loss: Tensor = functional_call(self._loss_module, dict(zip(named, tensors, strict=True)), (part,))
+                return loss
+
+            loss, pullback = vjp(loss_at, *named.values())[:2]
+            with without_autocast(loss.device):
+                return list(pullback(torch.ones_like(loss))), loss
+
+        gradients, losses = torch.vmap(one, randomness="different")(*rows)
+        self.losses.append(losses.mean().detach())
+        stacks = [gradient.detach() for gradient in gradients]
+        return self._pack([g.mean(0) for g in stacks]), self._pack([g.square().mean(0) for g in stacks])
+
 
 class Together:
     """Decides whether the splits of a step are probed together, and does it."""
@@ -123,7 +146,7 @@ class Together:
             return None
         if module is None:
             raise ValueError("vectorise=True needs the model: make the optimizer with module=model.")
-        reason = _why_not(module, optimizer._option("batch_norm"), parts)
+        reason = why_not(module, optimizer._option("batch_norm"), parts)
         if reason is not None:
             if asked and len({size for _, size in parts}) == 1:  # a ragged last batch is no mistake
                 raise ValueError(f"vectorise=True cannot be had: {reason}.")

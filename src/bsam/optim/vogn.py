@@ -223,8 +223,10 @@ class VOGN(GaussianOptimizer):
         return torch.where(slot.state["step"] > 0, self._sample(slot, split), slot.mean)  # lines 1, 3
 
     def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
-        assert isinstance(grad_at, GradAt)
-        g_hat, h_hat = grad_at.evaluate(theta, self._moments)  # lines 4 to 6
+        if isinstance(grad_at, GradAt):
+            g_hat, h_hat = grad_at.evaluate(theta, self._moments)  # lines 4 to 6
+        else:
+            g_hat, h_hat = grad_at.moments(theta)
         tally.add("gradient", g_hat)
         tally.add("curvature", h_hat)
 

@@ -1,0 +1,186 @@
+"""Convolutions with one set of weights a group, as implicit matrix products on tensor cores.
+
+Images lie pixel by pixel: (batch, height, width, groups x channels), so that a tile of pixels of one group is a matrix
+with short contiguous rows. A program takes one group, a tile of pixels and a tile of output channels, and adds up one
+small matrix product for each tap of the kernel and each block of input channels. With x, y and w of one group:
+
+    forward   y[p, o]     =  sum over taps t, channels c of   x[p s + t - pad, c]       w[o, c, t]
+    dgrad     dx[p, c]    =  sum over taps t, channels o of   dy[(p + pad - t) / s, o]   w[o, c, t]
+    wgrad     dw[o, c, t] =  sum over pixels p of             dy[p, o]  x[p s + t - pad, c]
+
+The first two are one kernel (`TRANSPOSED`). The third cuts the pixels into chunks, whose partial sums are added up
+outside: no atomic additions, so that results do not change from run to run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bsam.engine.convolution import power_of_2, weight_tiles
+
+__all__ = ["gather_convolution", "weight_gradient"]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    x, w, y, images, in_height, in_width, out_height, out_width,
+    IN: tl.constexpr, OUT: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
+):  # fmt: skip
+    # With a stride, the transposed convolution reaches a pixel through those taps only that its row and column allow:
+    # pixels of one remainder modulo the stride share them, and are computed together.
+    CLASSES: tl.constexpr = STRIDE * STRIDE if TRANSPOSED else 1
+    STEP: tl.constexpr = STRIDE if TRANSPOSED else 1
+    group = tl.program_id(1)
+    kind = tl.program_id(0) % CLASSES
+    kind_row, kind_column = kind // STEP, kind % STEP
+    height, width = (out_height - kind_row + STEP - 1) // STEP, (out_width - kind_column + STEP - 1) // STEP
+    p = tl.program_id(0) // CLASSES * BLOCK_P + tl.arange(0, BLOCK_P)
+    here = p < images * height * width
+    column = p % width * STEP + kind_column
+    row = p // width % height * STEP + kind_row
+    image = p // (width * height)
+    first_row, first_column = (kind_row + PAD) % STEP, (kind_column + PAD) % STEP
+    taps_down = (SIZE - first_row + STEP - 1) // STEP
+    taps_across = (SIZE - first_column + STEP - 1) // STEP
+
+    # A turn takes WIDE taps of one row and a block of channels: K = WIDE x BLOCK_IN terms of the sum.
+    o = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    k = tl.arange(0, WIDE * BLOCK_IN)
+    BLOCKS: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
+    rows_of_turns = (taps_across + WIDE - 1) // WIDE
+    total = tl.zeros((BLOCK_P, BLOCK_OUT), dtype=tl.float32)
+    for turn in range(taps_down * rows_of_turns * BLOCKS):
+        tap_row = first_row + turn // (rows_of_turns * BLOCKS) * STEP
+        tap = turn // BLOCKS % rows_of_turns * WIDE + k // BLOCK_IN
+        tap_column = first_column + tap * STEP
+        c = turn % BLOCKS * BLOCK_IN + k % BLOCK_IN
+        used = (tap < taps_across) & (c < IN)
+        if TRANSPOSED:
+            i = (row + PAD - tap_row) // STRIDE
+            j = (column[:, None] + PAD - tap_column[None, :]) // STRIDE
+            inside = (here & (row + PAD >= tap_row))[:, None] & (column[:, None] + PAD >= tap_column[None, :])
+        else:
+            i = row * STRIDE + tap_row - PAD
+            j = column[:, None] * STRIDE + tap_column[None, :] - PAD
+            inside = (here & (i >= 0))[:, None] & (j >= 0)
+        inside = inside & (i < in_height)[:, None] & (j < in_width) & used[None, :]
+        at = ((image * in_height + i) * in_width)[:, None] + j
+        xs = tl.load(x + at * (GROUPS * IN) + (group * IN + c)[None, :], mask=inside, other=0.0)
+        of = ((group * SIZE + tap_row) * SIZE + tap_column) * IN + c
+        ws = tl.load(w + of[:, None] * OUT + o[None, :], mask=used[:, None] & (o[None, :] < OUT), other=0.0)
+        total = tl.dot(xs, ws, total, input_precision=PRECISION)
+    to = ((image * out_height + row) * out_width + column) * (GROUPS * OUT) + group * OUT
+    tl.store(y + to[:, None] + o[None, :], total.to(y.dtype.element_ty), mask=here[:, None] & (o[None, :] < OUT))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weight_kernel(  # type: ignore[no-untyped-def]
+    x, dy, dw, pixels, in_height, in_width, out_height, out_width, chunk,
+    IN: tl.constexpr, OUT: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, ACROSS: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
+):  # fmt: skip
+    # A program takes ACROSS neighbouring taps (padded to a power of two), one block of input and one of output channels.
+    TILES: tl.constexpr = SIZE // ACROSS
+    WIDE: tl.constexpr = 1 if ACROSS == 1 else 4
+    BLOCKS: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
+    part, group, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tap_row, first_tap = tile // TILES % SIZE, tile % TILES * ACROSS
+    rest = tile // (TILES * SIZE)
+    n = tl.arange(0, WIDE * BLOCK_IN)
+    tap_column, c = first_tap + n // BLOCK_IN, rest % BLOCKS * BLOCK_IN + n % BLOCK_IN
+    o = rest // BLOCKS * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    used = (tap_column < first_tap + ACROSS) & (c < IN)
+    total = tl.zeros((BLOCK_OUT, WIDE * BLOCK_IN), dtype=tl.float32)
+    end = tl.minimum(part * chunk + chunk, pixels)
+    for first in range(part * chunk, end, BLOCK_P):
+        p = first + tl.arange(0, BLOCK_P)
+        here = p < end
+        i = p // out_width % out_height * STRIDE + tap_row - PAD
+        j = p % out_width * STRIDE - PAD
+        inside = here & (i >= 0) & (i < in_height)
+        at = ((p // (out_width * out_height) * in_height + i) * in_width + j) * (GROUPS * IN) + group * IN
+        if ACROSS == 1:
+            inside = inside & (j + first_tap >= 0) & (j + first_tap < in_width)
+            columns = inside[:, None] & used[None, :]
+        else:
+            j2 = j[:, None] + tap_column[None, :]
+            columns = inside[:, None] & (j2 >= 0) & (j2 < in_width) & used[None, :]
+        xs = tl.load(x + at[:, None] + (tap_column * (GROUPS * IN) + c)[None, :], mask=columns, other=0.0)
+        of = dy + (p * (GROUPS * OUT) + group * OUT)[:, None] + o[None, :]
+        ds = tl.load(of, mask=here[:, None] & (o[None, :] < OUT), other=0.0)
+        total = tl.dot(tl.trans(ds), xs, total, input_precision=PRECISION)
+    of = ((part * GROUPS + group) * SIZE + tap_row) * SIZE + tap_column
+    to = (of * OUT)[None, :] + o[:, None]
+    tl.store(dw + to * IN + c[None, :], total, mask=(o[:, None] < OUT) & used[None, :])
+
+
+def gather_blocks(num_in: int, num_out: int, size: int, itemsize: int) -> tuple[int, int, int, int, int, int]:
+    """Taps, pixels, input and output channels of one tile, warps and pipeline stages."""
+    block_out = min(128, max(16, power_of_2(num_out)))
+    if num_in <= 32 and 1 < size <= 4:  # a row of taps at once, or the matrix products would be too short
+        return 4, 128, max(4, power_of_2(num_in)), block_out, 8 if block_out >= 128 else 4, 3
+    block_in = min(64 if itemsize == 2 else 32, max(16, power_of_2(num_in)))
+    return 1, 64 if block_out <= 64 else 128, block_in, block_out, 8 if block_out >= 128 else 4, 3
+
+
+def gather_convolution(
+    x: Tensor, w: Tensor, y: Tensor, *, stride: int, padding: int, transposed: bool, precision: str
+) -> None:
+    """Write the convolution of x with w into y, or with `transposed` its gradient with respect to the input.
+
+    Args:
+        x: Images (batch, groups x channels, height, width), channels last in memory; with `transposed` the gradient.
+        w: Weights (groups, size, size, channels of x, channels of y), contiguous.
+        y: Where to write, channels last in memory.
+        stride: Of the convolution.
+        padding: Of the convolution.
+        transposed: See above.
+        precision: Of products of float32: "tf32" or "ieee".
+    """
+    groups, size, _, num_in, num_out = w.shape
+    images, _, height, width = y.shape
+    classes = stride if transposed else 1
+    pixels = images * triton.cdiv(height, classes) * triton.cdiv(width, classes)
+    wide, block_p, block_in, block_out, warps, stages = gather_blocks(num_in, num_out, size, x.dtype.itemsize)
+    grid = (triton.cdiv(pixels, block_p) * classes * classes, groups, triton.cdiv(num_out, block_out))
+    with torch.cuda.device_of(x):
+        _gather_kernel[grid](
+            x, w, y, images, *x.shape[2:], height, width,
+            num_in, num_out, groups, size, stride, padding, transposed, wide, precision, block_p, block_in, block_out,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+
+
+def weight_blocks(block_in: int, block_out: int, itemsize: int) -> tuple[int, int, int]:
+    """Pixels of one tile, warps and pipeline stages."""
+    return 64 if itemsize == 2 else 32, 8 if block_out * block_in >= 128 * 128 else 4, 3
+
+
+def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: int, precision: str) -> None:
+    """Write the gradient with respect to the weights into dw, as sums over chunks of the pixels.
+
+    Args:
+        x: Inputs of the convolution, channels last in memory.
+        dy: Gradient with respect to its outputs, channels last in memory.
+        dw: Where to write: (chunks, groups, size, size, outputs, inputs), float32.
+        stride: Of the convolution.
+        padding: Of the convolution.
+        precision: Of products of float32: "tf32" or "ieee".
+    """
+    chunks, groups, size, _, num_out, num_in = dw.shape
+    pixels = dy.shape[0] * dy.shape[2] * dy.shape[3]
+    across, block_in, block_out, tiles = weight_tiles(num_in, num_out, size)
+    block_p, warps, stages = weight_blocks(block_in, block_out, x.dtype.itemsize)
+    chunk = triton.cdiv(triton.cdiv(pixels, chunks), block_p) * block_p
+    with torch.cuda.device_of(x):
+        _weight_kernel[(chunks, groups, tiles)](
+            x, dy, dw, pixels, *x.shape[2:], *dy.shape[2:], chunk,
+            num_in, num_out, groups, size, across, stride, padding, precision, block_p, block_in, block_out,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip

@@ -1,0 +1,106 @@
+"""Parameters and their state packed into few long buffers, so that a formula is one kernel and not one a parameter.
+
+A pack holds the small parameters of one group, or one large parameter, of all runs that are trained together:
+(runs, elements). The parameters become views of it, and so do the tensors of their state; they stay the objects they
+were, in the model and in the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bsam.optim.base import Slot
+
+__all__ = ["Pack", "make_packs"]
+
+ALIGNMENT = 4
+"""Parameters begin at multiples of so many elements, for wide loads."""
+LARGE = 2**17
+"""From so many elements on a parameter is a pack of its own: it fills the device alone."""
+
+
+@dataclass
+class Pack:
+    """Some slots of each run; those of one place have one shape, in all runs."""
+
+    runs: list[list[Slot]]
+    """The slots of each run."""
+    names: list[str]
+    """By which the model knows their parameters."""
+    weights: Tensor = field(init=False)
+    """(runs, elements)."""
+    state: dict[str, Tensor] = field(init=False)
+    """(runs, elements), or (runs, parameters) for what is one number a parameter."""
+
+    def __post_init__(self) -> None:
+        self.shapes = [slot.parameter.shape for slot in self.runs[0]]
+        self.sizes = [slot.parameter.numel() for slot in self.runs[0]]
+        padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in self.sizes]
+        self.offsets = [sum(padded[:i]) for i in range(len(padded))]
+        self.numel = sum(padded)
+        first = self.runs[0][0]
+        runs = len(self.runs)
+        self.weights = first.parameter.new_zeros((runs, self.numel))
+        self.state = {
+            name: torch.zeros((runs, len(self.sizes)), dtype=value.dtype, device=value.device)
+            if value.dim() == 0
+            else torch.ones((runs, self.numel), dtype=value.dtype, device=value.device)  # a precision must be > 0
+            for name, value in first.state.items()
+        }
+        self.adopt()
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Take the present values over, and make the parameters and their states views of the pack."""
+        for run, slots in enumerate(self.runs):
+            for place, slot in enumerate(slots):
+                view = self.view(self.weights, run, place)
+                view.copy_(slot.parameter)
+                slot.parameter.data = view
+                slot.mean = slot.parameter.detach()
+                for name, buffer in self.state.items():
+                    scalar = buffer.shape[1:] != (self.numel,)
+                    part = buffer[run, place] if scalar else self.view(buffer, run, place)
+                    part.copy_(slot.state[name])
+                    slot.state[name] = part
+
+    def view(self, buffer: Tensor, run: int, place: int) -> Tensor:
+        """The part of a buffer (runs, elements) that belongs to one parameter of one run."""
+        start = self.offsets[place]
+        return buffer[run, start : start + self.sizes[place]].view(self.shapes[place])
+
+    # ------------------------------------------------------------------ in a traced step, for one run and one split
+
+    def unpack(self, flat: Tensor) -> dict[str, Tensor]:
+        """The weights by name."""
+        dtype = self.weights.dtype
+        return {
+            name: flat[start : start + size].view(shape).to(dtype)
+            for name, start, size, shape in zip(self.names, self.offsets, self.sizes, self.shapes, strict=True)
+        }
+
+    def pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """One flat tensor of one a parameter."""
+        pieces = []
+        ends = [*self.offsets[1:], self.numel]
+        for tensor, start, end in zip(tensors, self.offsets, ends, strict=True):
+            pieces.append(tensor.reshape(-1).to(dtype))
+            if end - start > tensor.numel():
+                pieces.append(tensor.new_zeros(end - start - tensor.numel(), dtype=dtype))
+        return torch.cat(pieces)
+
+
+def make_packs(runs: list[list[Slot]], names: list[str], *, large: int = LARGE) -> list[Pack]:
+    """Pack the slots of all runs: by group and type, each large parameter by itself."""
+    places: dict[Any, list[int]] = {}
+    for place, slot in enumerate(runs[0]):
+        key = (id(slot.group), slot.parameter.dtype, slot.parameter.device)
+        places.setdefault((key, place) if slot.parameter.numel() >= large else key, []).append(place)
+    return [
+        Pack([[slots[p] for p in chosen] for slots in runs], [names[p] for p in chosen]) for chosen in places.values()
+    ]

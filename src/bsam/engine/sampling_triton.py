@@ -1,0 +1,83 @@
+"""Samples of the posterior in one pass over memory: noise from Philox in registers, weights written once.
+
+The numbers are those of `bsam.noise_cuda`: the key is the seed, the counter is (block of four elements of a parameter,
+step, split, parameter).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["BLOCK", "block_table", "sample_posterior"]
+
+QUADS = 256
+BLOCK = 4 * QUADS
+"""Elements of one program."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sample_kernel(  # type: ignore[no-untyped-def]
+    theta, omega, s, table, steps, seeds, N, numel, num_parameters, first_split, splits, QUADS: tl.constexpr
+):
+    block, split, run = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    entry = table + block * 5
+    parameter, place = tl.load(entry).to(tl.int32), tl.load(entry + 1)
+    flat, local, size = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+    step = tl.load(steps + run * num_parameters + place).to(tl.int32)
+    quad = (local // 4).to(tl.int32) + tl.arange(0, QUADS)
+    zero = tl.zeros_like(quad)
+    a, b, c, d = tl.philox(tl.load(seeds + run), quad, zero + step, zero + first_split + split, zero + parameter)
+    u1, u2 = tl.uint_to_uniform_float(a), tl.uint_to_uniform_float(b)
+    u3, u4 = tl.uint_to_uniform_float(c), tl.uint_to_uniform_float(d)
+    z1, z2 = tl.pair_uniform_to_normal(u1, u2)
+    z3, z4 = tl.pair_uniform_to_normal(u3, u4)
+    z = tl.interleave(tl.interleave(z1, z3), tl.interleave(z2, z4))
+    i = tl.arange(0, 4 * QUADS)
+    mask = local + i < size
+    at = run * numel + flat + i
+    w = tl.load(omega + at, mask=mask, other=0.0).to(tl.float32)
+    precision = tl.load(s + at, mask=mask, other=1.0)
+    to = (run * splits + split) * numel + flat + i
+    tl.store(theta + to, w + z * tl.rsqrt(N * precision), mask=mask)
+
+
+def block_table(indices: list[int], offsets: list[int], sizes: list[int], device: torch.device) -> Tensor:
+    """For each block of a pack: index of its parameter, place of it in the pack, and where the block begins and ends.
+
+    Args:
+        indices: The address of each parameter's noise.
+        offsets: Where each parameter begins in the pack.
+        sizes: How many elements each has.
+        device: Where the table will be read.
+    """
+    rows = [
+        (index, place, offset + local, local, size)
+        for place, (index, offset, size) in enumerate(zip(indices, offsets, sizes, strict=True))
+        for local in range(0, size, BLOCK)
+    ]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def sample_posterior(
+    theta: Tensor, omega: Tensor, s: Tensor, table: Tensor, steps: Tensor, seeds: Tensor, N: float, first_split: int
+) -> None:
+    """Write omega + e with e ~ N(0, 1 / (N s)) into theta.
+
+    Args:
+        theta: (runs, splits, elements).
+        omega: (runs, elements).
+        s: (runs, elements).
+        table: From `block_table`.
+        steps: How many steps each parameter of each run has taken, (runs, parameters).
+        seeds: Of the runs.
+        N: Number of examples.
+        first_split: Index of the first split, counted over all ranks.
+    """
+    runs, splits, numel = theta.shape
+    with torch.cuda.device_of(theta):
+        _sample_kernel[(len(table), splits, runs)](
+            theta, omega, s, table, steps, seeds, N, numel, steps.shape[1], first_split, splits, QUADS
+        )

@@ -1,0 +1,548 @@
+"""`TrainStep`: a whole step, traced from the optimizer's own formulas, compiled, and captured in a CUDA graph.
+
+The step of a method is its probe and its update, as in `optimizer.step`. Here they are run once on tensors that only
+record what is done with them: the probe under vmap over the splits (and the runs), on parameters packed into long
+buffers. What was recorded is compiled. There is no second copy of any formula but one: on CUDA the sampling of line 3 of
+bSAM is a kernel of its own, because it keeps its noise in registers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from bsam.engine.packs import LARGE, Pack, make_packs
+from bsam.engine.tracing import Captured, compile_function
+from bsam.forward import map_tensors
+from bsam.gradients import LossFunction, LossModule, keys_of, reached_by
+from bsam.optim.base import Gradients, ProbingOptimizer, Slot, Tally, all_finite, clip_gradient, make_slots
+from bsam.optim.batch import split_batch
+from bsam.optim.gaussian import GaussianOptimizer
+from bsam.optim.sam import SAM
+from bsam.optim.together import probe_stack, why_not
+from bsam.optim.vogn import VOGN
+
+__all__ = ["TrainStep"]
+
+RATES = ("lr", "prior_precision", "damping", "rho")
+"""Options of a group that may change from step to step; they are read from the device, with the two betas."""
+
+
+class TrainStep:
+    """A compiled training step: `step(x, y)` in place of `optimizer.step(loss_fn, x, y)`.
+
+    Schedulers, checkpoints and resuming work as before: weights and state are the model's and the optimizer's own. A
+    batch of another shape than the example goes through the plain loop. A step that meets a loss or gradient that is
+    not finite is left out, on the device; with `nonfinite="raise"` the error comes as soon as the device has said so,
+    which may be a few steps later.
+
+    Several runs can be trained together: give a list of optimizers, each with a model of its own and of the same
+    architecture, a list of loss functions, and batches with a dimension of runs in front. One step is one step of
+    each run.
+
+    Args:
+        optimizer: BSAM, SAM or VOGN made with `module=`, or one of `torch.optim`.
+        loss_fn: Returns the mean loss of the batch it is given, with weights it looks up in the module.
+        example_batch: A batch; only its shapes and types matter.
+        module: The model, where the optimizer does not know it.
+        compile: False runs the traced formulas as they are.
+        cuda_graph: Whether to capture the step: `"auto"` on CUDA, if there is one process and the step is compiled.
+        precision: `"bfloat16"` runs `loss_fn` under autocast.
+
+    Examples:
+        >>> from bsam import BSAM
+        >>> model = nn.Linear(3, 2)
+        >>> optimizer = BSAM(model.parameters(), lr=0.1, num_data=50, splits=2, module=model)
+        >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
+        >>> step = TrainStep(optimizer, lambda x, y: nn.functional.cross_entropy(model(x), y), (x, y), compile=False)
+        >>> loss = step(x, y)
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        loss_fn: LossFunction | Sequence[LossFunction],
+        example_batch: Sequence[Any],
+        *,
+        module: nn.Module | Sequence[nn.Module] | None = None,
+        compile: bool = True,
+        cuda_graph: bool | Literal["auto"] = "auto",
+        precision: Literal["float32", "bfloat16"] | None = None,
+        least_groups: int = 2,
+    ) -> None:
+        self._stacked = isinstance(optimizer, Sequence)
+        self.optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        loss_fns = list(loss_fn) if isinstance(loss_fn, Sequence) else [loss_fn]
+        self.modules = _modules(self.optimizers, module)
+        if not len(self.optimizers) == len(loss_fns) == len(self.modules):
+            raise ValueError(
+                f"{len(self.optimizers)} optimizers, {len(loss_fns)} loss functions and {len(self.modules)} modules: "
+                "give one of each for a run."
+            )
+        if precision not in (None, "float32", "bfloat16"):
+            raise ValueError(f"precision={precision!r} must be None, 'float32' or 'bfloat16'.")
+        device = next(self.modules[0].parameters()).device
+        self._loss_fns = [_in_precision(f, precision, device) for f in loss_fns]
+        self._methods = [o if isinstance(o, ProbingOptimizer) else _Plain(o) for o in self.optimizers]
+        self._check_alike()
+
+        runs = len(self.optimizers)
+        self._example = example_batch if self._stacked else map_tensors(lambda t: t[None], tuple(example_batch))
+        self._shapes = _signature(self._example)
+        first = map_tensors(lambda t: t[0], self._example)
+        method = self._methods[0]
+        self._splits = method._option("splits")
+        method._check_batch(first)
+        parts = split_batch(first, self._splits)
+        reason = why_not(self.modules[0], method._option("batch_norm"), parts)
+        if reason is None and len(parts) < self._splits:
+            reason = f"a batch of {parts[0][1] * len(parts)} examples cannot be cut into {self._splits} parts"
+        if reason is not None:
+            raise ValueError(f"no step can be made of this batch and optimizer: {reason}.")
+        self._part = parts[0][0]
+        if method.process_group is not None:
+            raise ValueError("process_group= goes with optimizer.step: TrainStep trains on one device.")
+
+        slots = [m._slots() for m in self._methods]
+        reached = reached_by(self.modules[0], [s.parameter for s in slots[0]], self._loss_fns[0], self._part)
+        slots = [[slot for slot, found in zip(each, reached, strict=True) if found] for each in slots]
+        if not slots[0]:
+            raise ValueError("no gradient reaches any parameter of the optimizer: does loss_fn use the module?")
+        keys = keys_of(self.modules[0], [slot.parameter for slot in slots[0]])
+        self.device = slots[0][0].parameter.device
+        self._packs = make_packs(slots, keys, large=0 if isinstance(method, VOGN) else LARGE)
+        self._register()
+        self._adopt_buffers()
+
+        self._rates = torch.zeros((len(method.param_groups), len(RATES) + 2), dtype=torch.float64, device=self.device)
+        self._known_rates: list[list[float]] = []
+        self._batch = [torch.zeros_like(t) for t in _tensors(self._example)]
+        self._skipped = torch.tensor([m.skipped_steps for m in self._methods], device=self.device)
+        for run, each in enumerate(self._methods):
+            each._skipped = self._skipped[run]
+        self._refused = torch.zeros(runs, device=self.device)
+        """1 for the runs whose last step was left out."""
+        self._losses = torch.zeros(
+            runs, device=self.device, dtype=torch.promote_types(torch.float32, slots[0][0].dtype)
+        )
+        self._gradients = [] if self._updates_itself else [torch.zeros_like(pack.weights) for pack in self._packs]
+        self._sampled = [isinstance(method, GaussianOptimizer) and self._samples(pack) for pack in self._packs]
+        self._theta = [
+            torch.zeros((runs, self._splits, pack.numel), device=self.device, dtype=pack.runs[0][0].dtype)
+            for pack, sampled in zip(self._packs, self._sampled, strict=True)
+            if sampled
+        ]
+        self._tables: list[Tensor] = []
+        if self.device.type == "cuda" and self._theta:
+            from bsam.engine.sampling_triton import block_table
+
+            self._tables = [
+                block_table([slot.index for slot in pack.runs[0]], pack.offsets, pack.sizes, self.device)
+                for pack in self._packs
+            ]
+        self._seeds = torch.tensor(
+            [m._option("seed") if self._theta else 0 for m in self._methods], dtype=torch.int64, device=self.device
+        )
+        self._fused = [_make_fused(_base(o), self.device) for o in self.optimizers] if self._gradients else []
+        self._watch = _Watch(self._skipped) if method._option("nonfinite") == "raise" else None
+
+        self._fill(_tensors(self._example))
+        self._send_rates()
+        flat, self._spec = pytree.tree_flatten(self._inputs())
+        function = (
+            compile_function(self._flat_step, flat, least_groups=least_groups)
+            if compile
+            else torch.no_grad()(self._flat_step)
+        )
+
+        def whole() -> None:
+            self._draw()
+            function(*flat)
+
+        self._whole: Callable[[], None] = whole
+        if cuda_graph is True and self.device.type != "cuda":
+            raise ValueError("cuda_graph=True needs parameters on a CUDA device.")
+        if cuda_graph is True or (cuda_graph == "auto" and compile and self.device.type == "cuda"):
+            self._whole = Captured(whole, self.device, undo=self._snapshot(flat))
+
+    # ------------------------------------------------------------------ a step
+
+    @torch.no_grad()
+    def __call__(self, *batch: Any) -> Tensor:
+        """Take one step; returns the mean loss of the first pass (of each run, if there are several)."""
+        stacked = batch if self._stacked else map_tensors(lambda t: t[None], batch)
+        if _signature(stacked) != self._shapes:
+            return self._loop(stacked)
+        for method in self._methods:
+            method._refuse_if_away("take a step")
+        if self._watch is not None:
+            self._watch.check()
+        self._adopt()
+        self._fill(_tensors(stacked))
+        self._send_rates()
+        self._whole()
+        if self._gradients:
+            self._step_optimizers()
+        if self._watch is not None:
+            self._watch.look(self._skipped)
+        return self._losses.clone() if self._stacked else self._losses[0].clone()
+
+    def _loop(self, stacked: tuple[Any, ...]) -> Tensor:
+        """The step of a batch of another shape: each run by itself."""
+        losses = []
+        for run, (optimizer, loss_fn) in enumerate(zip(self.optimizers, self._loss_fns, strict=True)):
+            batch = map_tensors(lambda t, run=run: t[run], stacked)
+            if isinstance(optimizer, ProbingOptimizer):
+                losses.append(optimizer.step(loss_fn, *batch))
+                continue
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                loss = loss_fn(*batch)
+                torch.autograd.backward(loss)  # type: ignore[arg-type]
+            optimizer.step()
+            losses.append(loss.detach())  # type: ignore[union-attr]
+        return torch.stack(losses) if self._stacked else losses[0]
+
+    def _flat_step(self, *flat: Tensor) -> list[Tensor]:
+        """The step as a function of all it reads; it writes into these tensors."""
+        given = pytree.tree_unflatten(list(flat), self._spec)
+        outputs = {name: given[name] for name in ("weights", "state", "buffers", "losses", "refused", "gradients")}
+        read = {name: given[name] for name in ("theta", "weights", "state", "buffers", "batch")}
+        if len(self.optimizers) == 1:
+            results = pytree.tree_map(
+                lambda t: t[None], self._one(pytree.tree_map(lambda t: t[0], read), given["rates"])
+            )
+        else:
+            results = torch.vmap(lambda each: self._one(each, given["rates"]), randomness="different")(read)
+        given["skipped"].add_(results["refused"].long())
+        for name, target in outputs.items():
+            for to, value in zip(pytree.tree_leaves(target), pytree.tree_leaves(results[name]), strict=True):
+                to.copy_(value)
+        return []
+
+    def _one(self, given: dict[str, Any], rates: Tensor) -> dict[str, Any]:
+        """The step of one run, as formulas."""
+        method = self._methods[0]
+        slots = []
+        for pack, weights, state in zip(self._packs, given["weights"], given["state"], strict=True):
+            like = pack.runs[0][0]
+            own = {name: value.clone() for name, value in state.items()}  # written to, as is the parameter
+            slots.append(Slot(like.index, weights.clone(), self._group(like.group, rates), weights, own))
+        drawn = iter(given["theta"])
+        theta = [
+            next(drawn) if sampled else slot.mean.expand(self._splits, *slot.mean.shape)
+            for slot, sampled in zip(slots, self._sampled, strict=True)
+        ]
+        buffers = {name: b.expand(self._splits, *b.shape) for name, b in given["buffers"].items()}
+        cut = [t.unflatten(0, (self._splits, -1)) for t in given["batch"]]
+        loss_module = LossModule(self.modules[0], self._loss_fns[0])
+        with torch.enable_grad():
+            all_losses, all_statistics, moved = probe_stack(
+                method, slots, loss_module, self._unpack, self._pack, theta, self._part, cut, buffers
+            )
+        losses = [loss.mean(0) for loss in all_losses]
+        statistics = {name: [t.mean(0) for t in tensors] for name, tensors in all_statistics.items()}
+        finite = all_finite([*losses, *(t for tensors in statistics.values() for t in tensors)])
+        clip_gradient(statistics["gradient"], method._option("max_grad_norm"))
+        gradients = []
+        if self._gradients:
+            gradients = [g.to(slot.mean.dtype) for g, slot in zip(statistics["gradient"], slots, strict=True)]
+        else:
+            method._update(slots, statistics, finite)
+        return {
+            "weights": [slot.parameter for slot in slots],
+            "state": [slot.state for slot in slots],
+            "buffers": {name: torch.where(finite, moved[name][0], b) for name, b in given["buffers"].items()},
+            "losses": losses[0],
+            "refused": (~finite).float(),
+            "gradients": gradients,
+        }
+
+    def _unpack(self, weights: list[Tensor]) -> dict[str, Tensor]:
+        return {
+            name: w for pack, flat in zip(self._packs, weights, strict=True) for name, w in pack.unpack(flat).items()
+        }
+
+    def _pack(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        left = iter(gradients)
+        return [pack.pack([next(left) for _ in pack.names], pack.runs[0][0].dtype) for pack in self._packs]
+
+    def _group(self, group: dict[str, Any], rates: Tensor) -> dict[str, Any]:
+        """The group with the options that may change read from the device."""
+        index = next(i for i, each in enumerate(self._methods[0].param_groups) if each is group)
+        values = dict(zip((*RATES, "beta1", "beta2"), rates[index].unbind(), strict=True))
+        betas = {"betas": (values["beta1"], values["beta2"])} if "betas" in group else {}
+        return {**group, **{name: values[name] for name in RATES if name in group}, **betas}
+
+    # ------------------------------------------------------------------ what a step reads
+
+    def _inputs(self) -> dict[str, Any]:
+        return {
+            "theta": self._theta,
+            "weights": [pack.weights for pack in self._packs],
+            "state": [pack.state if self._updates_itself else {} for pack in self._packs],
+            "buffers": self._buffers,
+            "batch": self._batch,
+            "rates": self._rates,
+            "losses": self._losses,
+            "skipped": self._skipped,
+            "refused": self._refused,
+            "gradients": self._gradients,
+        }
+
+    @property
+    def _updates_itself(self) -> bool:
+        """Whether the update is traced too; torch's optimizers make their own step with the gradient."""
+        return isinstance(self._methods[0], GaussianOptimizer)
+
+    def _samples(self, pack: Pack) -> bool:
+        noisy = self._methods[0].param_groups[0].get("sample_noise", True)
+        return bool(noisy and pack.runs[0][0].group["sample"])
+
+    def _draw(self) -> None:
+        """Put the weights of the first pass into their buffers."""
+        method = self._methods[0]
+        sampled = [pack for pack, is_sampled in zip(self._packs, self._sampled, strict=True) if is_sampled]
+        for i, (pack, theta) in enumerate(zip(sampled, self._theta, strict=True)):
+            if self.device.type == "cuda" and isinstance(method, GaussianOptimizer) and not isinstance(method, VOGN):
+                from bsam.engine.sampling_triton import sample_posterior
+
+                N = method.effective_num_data
+                s, steps = pack.state["unit_precision"], pack.state["step"]
+                sample_posterior(theta, pack.weights, s, self._tables[i], steps, self._seeds, N, 0)
+                continue
+            for run, (own, slots) in enumerate(zip(self._methods, pack.runs, strict=True)):
+                for slot, start, size in zip(slots, pack.offsets, pack.sizes, strict=True):
+                    here = Slot(slot.index, slot.parameter, slot.group, slot.parameter.detach(), slot.state)
+                    for k in range(self._splits):
+                        theta[run, k, start : start + size].copy_(own._theta(here, k).flatten())
+
+    def _fill(self, tensors: list[Tensor]) -> None:
+        for buffer, tensor in zip(self._batch, tensors, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
+
+    def _send_rates(self) -> None:
+        values = []
+        for group in self._methods[0].param_groups:
+            betas = group.get("betas", (0.0, 0.0))
+            values.append([float(group.get(name, 0.0)) for name in RATES] + [float(beta) for beta in betas])
+        if values != self._known_rates:
+            self._rates.copy_(torch.tensor(values, dtype=torch.float64))
+            self._known_rates = values
+
+    # ------------------------------------------------------------------ packs and buffers are the model's own
+
+    def _register(self) -> None:
+        for run, method in enumerate(self._methods):
+            if self._updates_itself:
+                method._keep([slot for pack in self._packs for slot in pack.runs[run]])
+        self._addresses = [slot.parameter.data_ptr() for pack in self._packs for slots in pack.runs for slot in slots]
+
+    def _adopt(self) -> None:
+        """Take over weights, states and buffers that were replaced since the last step, by loading say."""
+        slots = [(slot, method) for pack in self._packs for slot, method in _each(pack, self._methods)]
+        same = all(
+            slot.parameter.data_ptr() == address
+            and (not self._updates_itself or method.state[slot.parameter] is slot.state)
+            for (slot, method), address in zip(slots, self._addresses, strict=True)
+        )
+        if not same:
+            if self._updates_itself:
+                for slot, method in slots:
+                    slot.state = dict(
+                        method.state.get(slot.parameter) or method._fresh_state(slot.parameter, slot.group)
+                    )
+            for pack in self._packs:
+                pack.adopt()
+            self._register()
+        for owner, name, view in self._buffer_views:
+            now = owner._buffers[name]
+            if now is not view and now is not None and view is not None:
+                view.copy_(now)
+                owner._buffers[name] = view
+
+    def _adopt_buffers(self) -> None:
+        """Stack the buffers of all models, and make them views of the stacks."""
+        owners = [
+            [(f"module.{prefix}{'.' if prefix else ''}{name}", owner, name, b) for prefix, owner in module.named_modules()
+             for name, b in owner._buffers.items() if b is not None]
+            for module in self.modules
+        ]  # fmt: skip
+        self._buffers = {}
+        for column in zip(*owners, strict=True):
+            stack = torch.stack([b for _, _, _, b in column])
+            self._buffers[column[0][0]] = stack
+            for run, (_, owner, name, _) in enumerate(column):
+                owner._buffers[name] = stack[run]
+        self._buffer_views = [(owner, name, owner._buffers[name]) for column in owners for _, owner, name, _ in column]
+
+    def _snapshot(self, flat: list[Tensor]) -> Callable[[], None]:
+        saved = [t.clone() for t in flat]
+
+        def undo() -> None:
+            for tensor, value in zip(flat, saved, strict=True):
+                tensor.copy_(value)
+
+        return undo
+
+    # ------------------------------------------------------------------ torch's optimizers, and steps left out
+
+    def _step_optimizers(self) -> None:
+        """One step of each run's torch optimizer with the gradients of the traced part."""
+        for run, optimizer in enumerate(self.optimizers):
+            for pack, gradients in zip(self._packs, self._gradients, strict=True):
+                for place, slot in enumerate(pack.runs[run]):
+                    slot.parameter.grad = pack.view(gradients, run, place)
+            base = _base(optimizer)
+            refused = self._refused[run]
+            if self._fused[run]:
+                base.found_inf, base.grad_scale = refused, None  # type: ignore[attr-defined]
+            elif bool(refused):
+                continue
+            step = type(base).step
+            getattr(step, "__wrapped__", step)(base)
+
+    def _check_alike(self) -> None:
+        first = self._methods[0]
+        for method in self._methods[1:]:
+            if type(method) is not type(first) or len(method.param_groups) != len(first.param_groups):
+                raise ValueError(
+                    "runs that are trained together must have optimizers of one kind, with the same groups."
+                )
+            for group, other in zip(first.param_groups, method.param_groups, strict=True):
+                differ = [k for k in group if k not in ("params", "seed", "param_names") and group[k] != other.get(k)]
+                if differ:
+                    raise ValueError(
+                        f"the runs differ in {differ[0]}: {group[differ[0]]} and {other.get(differ[0])}. Runs that are "
+                        "trained together may differ in seed, weights and data only."
+                    )
+
+
+class _Plain:
+    """One of torch's optimizers, in the shape of those that probe: one gradient, at the weights."""
+
+    process_group = None
+    _skipped: Tensor | None = None
+    _options = {"splits": 1, "batch_norm": "first_split", "max_grad_norm": None, "nonfinite": "raise"}
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
+    def skipped_steps(self) -> int:
+        return 0 if self._skipped is None else int(self._skipped)
+
+    def _option(self, name: str) -> Any:
+        return self._options[name]
+
+    def _slots(self) -> list[Slot]:
+        return make_slots(self.optimizer, lambda parameter, group: {})
+
+    def _check_batch(self, batch: tuple[Any, ...]) -> None:
+        pass
+
+    def _refuse_if_away(self, what: str) -> None:
+        pass
+
+    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
+        tally.add("gradient", grad_at(theta))
+
+
+class _Watch:
+    """Raises once the device has counted a step that was left out, without waiting for it."""
+
+    def __init__(self, skipped: Tensor) -> None:
+        cuda = skipped.device.type == "cuda"
+        self._known = int(skipped.sum())
+        self._seen = torch.zeros(skipped.shape, dtype=skipped.dtype, pin_memory=cuda)
+        self._event = torch.cuda.Event() if cuda else None
+        self._asked = False
+
+    def look(self, skipped: Tensor) -> None:
+        """Ask for the count."""
+        if self._event is None:
+            self._seen.copy_(skipped)
+            self._asked = True
+            self.check()
+        elif not self._asked:
+            self._seen.copy_(skipped, non_blocking=True)
+            self._event.record()
+            self._asked = True
+
+    def check(self) -> None:
+        """Raise if the answer is there, and more steps were left out than before."""
+        if not self._asked or (self._event is not None and not self._event.query()):
+            return
+        self._asked = False
+        count = int(self._seen.sum())
+        if count > self._known:
+            self._known = count
+            raise FloatingPointError(
+                "a loss or gradient was not finite. Its step was left out: weights and state are as before it. Lower "
+                "lr or rho, look at the batches, or leave such steps out with nonfinite='skip'."
+            )
+
+
+def _modules(optimizers: list[Optimizer], module: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
+    if module is not None:
+        return [module] if isinstance(module, nn.Module) else list(module)
+    found = [getattr(optimizer, "module", None) for optimizer in optimizers]
+    known = [each for each in found if each is not None]
+    if len(known) < len(found):
+        raise ValueError(
+            "TrainStep needs the model: make the optimizer with module=, or write TrainStep(..., module=)."
+        )
+    return known
+
+
+def _in_precision(loss_fn: LossFunction, precision: str | None, device: torch.device) -> LossFunction:
+    if precision != "bfloat16":
+        return loss_fn
+
+    def under_autocast(*batch: Any) -> Tensor | float:
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):  # a cache would hold on to old weights
+            return loss_fn(*batch)
+
+    return under_autocast
+
+
+def _base(optimizer: Optimizer) -> Optimizer:
+    return optimizer.base_optimizer if isinstance(optimizer, SAM) else optimizer
+
+
+def _make_fused(optimizer: Optimizer, device: torch.device) -> bool:
+    """Let an optimizer use its fused step, which can leave a step out on the device; False if it has none."""
+    if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam | torch.optim.AdamW) or device.type != "cuda":
+        return False
+    for group in optimizer.param_groups:
+        group["fused"], group["foreach"] = True, False
+        for parameter in group["params"]:
+            step = optimizer.state.get(parameter, {}).get("step")
+            if isinstance(step, Tensor):
+                optimizer.state[parameter]["step"] = step.to(device, torch.float32)
+    return True
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(found.append, batch)
+    return found
+
+
+def _signature(batch: Any) -> Any:
+    """What a batch must have in common with the example: structure, shapes and types."""
+    return map_tensors(lambda t: (tuple(t.shape), t.dtype), tuple(batch))
+
+
+def _each(pack: Pack, methods: Sequence[Any]) -> Iterable[tuple[Slot, Any]]:
+    return ((slot, method) for slots, method in zip(pack.runs, methods, strict=True) for slot in slots)
