@@ -130,7 +130,10 @@ def train(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds to train, one after the other.")] = 1,
     first_seed: Annotated[int, typer.Option(help="The first of them.")] = 0,
     epochs: Annotated[int | None, typer.Option(min=1, help="Fewer or more epochs than the preset has.")] = None,
-    change: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting.")] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, see `bsam configs --settings`."),
+    ] = None,
     data: Data = None,
     device: Device = None,
     save_minutes: Annotated[float, typer.Option(min=0, help="Minutes between two checkpoints.")] = 5.0,
