@@ -409,6 +409,15 @@ def test_errors_are_one_sentence_and_a_traceback_only_on_demand(bsam_command):
     assert "Traceback" in errors
 
 
+def test_warnings_are_one_sentence_too(bsam_command, tmp_path):
+    changes = ["--epochs", "1", "--set", "beta2=0.999", "--device", "cpu"]
+    process = bsam_command("train", "digits/bsam", "--out", tmp_path, *changes)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "\nbsam: after 12 steps 99% of the precision is still its starting value" in f"\n{errors}"
+    assert "UserWarning" not in errors
+
+
 def test_a_checkpoint_that_cannot_be_written_stops_the_run_and_keeps_the_last(tmp_path, monkeypatch):
     run = start(tmp_path)
     run.save()
@@ -543,10 +552,21 @@ def test_a_toml_file_is_trained_like_a_preset(tmp_path, monkeypatch):
     assert "no file other.toml" in str(runner.invoke(app, ["train", "other.toml"]).exception)
 
 
-def test_a_run_remembers_where_its_data_is(tmp_path):
+def test_a_run_remembers_where_its_data_is(tmp_path, monkeypatch):
     start(tmp_path / "run", data=tmp_path)
     assert f'data = "{tmp_path}"' in (tmp_path / "run" / "config.toml").read_text()
-    Run.resume(tmp_path / "run")
+    run = Run.resume(tmp_path / "run", device="cpu")
+    run.train()
+    asked = []
+
+    def loading(name, folder, **options):
+        asked.append(folder)
+        return load(name, folder, **options)
+
+    monkeypatch.setattr("bsam.experiments.evaluate.load", loading)
+    evaluate(tmp_path / "run", samples=[0], device="cpu")
+    evaluate(tmp_path / "run", samples=[1], device="cpu", data=tmp_path / "run")
+    assert asked == [tmp_path, tmp_path / "run"]
 
 
 def test_resume_takes_no_settings_and_devices_must_exist(tmp_path):

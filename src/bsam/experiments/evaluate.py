@@ -18,7 +18,7 @@ from bsam.experiments.data import Dataset, load, plain_batches
 from bsam.experiments.methods import predict
 from bsam.experiments.models import make_model
 from bsam.experiments.record import environment, write_json
-from bsam.experiments.runs import choose_device
+from bsam.experiments.runs import choose_device, remembered_data
 
 __all__ = ["evaluate"]
 
@@ -42,7 +42,7 @@ def evaluate(
         samples: Numbers of samples; 0 is the mean. By default what the run's settings say.
         part: `"test"`, or `"validation"` if the run held some data out.
         device: Where to predict; chosen by itself if None.
-        data: Folder of the data sets.
+        data: Folder of the data sets; by default the one that the run was started with.
         seed: Seed of the samples.
         again: Make all predictions anew.
 
@@ -59,7 +59,8 @@ def evaluate(
 
     @cache
     def loaded() -> tuple[Dataset, nn.Module, bsam.Posterior]:
-        dataset = load(config.dataset, data, device=choose_device(device), validation=config.validation)
+        where = data or remembered_data(folder)
+        dataset = load(config.dataset, where, device=choose_device(device), validation=config.validation)
         model = make_model(config.model, num_classes=dataset.num_classes, image_shape=dataset.image_shape, seed=0)
         return dataset, model.to(dataset.device), bsam.load_posterior(folder / "posterior.safetensors")
 

@@ -28,7 +28,7 @@ from bsam.experiments.record import environment, to_json, write_json
 from bsam.experiments.trainer import Trainer
 from bsam.files import remove_leftovers, write_text
 
-__all__ = ["Run", "RunInterruptedError", "choose_device"]
+__all__ = ["Run", "RunInterruptedError", "choose_device", "remembered_data"]
 
 
 class RunInterruptedError(Exception):
@@ -117,7 +117,7 @@ class Run:
             content = tomllib.loads(path.read_text(encoding="utf-8"))
             config, seed, preset = from_mapping(content["config"]), content["seed"], content["preset"]
         device = device or content.get("device")
-        data = data or (Path(content["data"]) if "data" in content else None)
+        data = data or remembered_data(folder)
         run = cls(folder, config, seed, preset=preset, device=device, data=data)
         if run.checkpoint.exists():
             state = load_checkpoint(run.checkpoint)
@@ -207,6 +207,14 @@ class Run:
             "evaluations": {},
         }
         write_json(self.folder / "record.json", record)
+
+
+def remembered_data(folder: Path) -> Path | None:
+    """The folder of the data sets that the run in `folder` was started with, if it was given one."""
+    path = folder / "config.toml"
+    with _naming(path):
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    return Path(content["data"]) if "data" in content else None
 
 
 @contextlib.contextmanager
