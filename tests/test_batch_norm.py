@@ -159,6 +159,44 @@ def test_recalibration_takes_any_batch(kind):
         torch.testing.assert_close(model.norm.running_mean, model.linear(x).mean(0))
 
 
+def test_recalibration_takes_the_batches_that_predict_takes():
+    class Pair(Net):
+        def forward(self, x, more=None, text=None):
+            return super().forward(x if more is None else x + more["shift"])
+
+    x, shift = torch.randn(8, 3), torch.randn(8, 3)
+    nested = {"x": x, "more": {"shift": shift}, "text": ["a"] * 8, "labels": torch.zeros(8)}
+    for batch, inputs in [(nested, x + shift), (((x, {"shift": shift}), torch.zeros(8)), x + shift), ([x], x)]:
+        model = Pair()
+        bsam.recalibrate_batch_norm(model, [batch])
+        with torch.no_grad():
+            torch.testing.assert_close(model.norm.running_mean, model.linear(inputs).mean(0))
+        recalibrated = bsam.predict(model, bsam.PointMass.from_model(model), [batch], recalibrate=[batch])
+        torch.testing.assert_close(recalibrated.log_probs, model.eval()(*_args(batch)).detach().log_softmax(-1))
+
+
+def _args(batch):
+    inputs = batch[0] if isinstance(batch, list | tuple) else (batch["x"], batch["more"])
+    return inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def test_a_batch_of_one_example_is_named_and_tensors_are_cut_so_that_there_is_none():
+    model = Net()
+    posterior = bsam.PointMass.from_model(model)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    x = torch.randn(9, 3)
+    for attempt in (
+        lambda: bsam.recalibrate_batch_norm(model, x.split(4)),
+        lambda: bsam.predict(model, posterior, x, recalibrate=x.split(4)),
+    ):
+        with pytest.raises(ValueError, match=r"batch 2 has one value a channel.*drop_last"):
+            attempt()
+        torch.testing.assert_close(model.state_dict(), before)
+    cut = bsam.predict(model, posterior, x, recalibrate=x, batch_size=4)
+    bsam.recalibrate_batch_norm(model, x.split(3))
+    torch.testing.assert_close(cut.log_probs, model.eval()(x).detach().log_softmax(-1))
+
+
 def test_recalibration_keeps_modes_and_leaves_dropout_off():
     model = nn.Sequential(nn.Dropout(0.9), nn.BatchNorm1d(3)).train()
     model[0].eval()

@@ -15,12 +15,14 @@ They need to know the module: `BSAM(model.parameters(), module=model, ...)`. Wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from bsam.forward import call_model, inputs_and_labels, moved
 
 __all__ = ["POLICIES", "BufferSnapshot", "moves_statistics", "recalibrate_batch_norm", "running_statistics"]
 
@@ -75,7 +77,7 @@ def recalibrate_batch_norm(
 
     Args:
         model: The network; without BatchNorm nothing happens.
-        data: Batches. Of a tuple or list the first element is the input, a mapping is passed as keywords.
+        data: Batches, as `bsam.predict` takes them: inputs, (inputs, labels), or a dictionary. Labels are ignored.
         forward: How to run the model on one batch, where that is not the rule: `lambda batch: model(batch.image)`.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, _NormBase) and layer.running_mean is not None]
@@ -93,13 +95,18 @@ def recalibrate_batch_norm(
             layer.momentum = None  # torch's way to ask for a cumulative average
         batches = 0
         for batch in data:
-            if forward is not None:
-                forward(batch)
-            elif isinstance(batch, Mapping):
-                model(**{key: value.to(device) for key, value in batch.items()})
-            else:
-                inputs = batch[0] if isinstance(batch, list | tuple) else batch
-                model(inputs.to(device))
+            try:
+                if forward is not None:
+                    forward(batch)
+                else:
+                    call_model(model, moved(inputs_and_labels(batch)[0], device))
+            except ValueError as error:
+                if "Expected more than 1" not in str(error):  # torch's check of one value a channel
+                    raise
+                raise ValueError(
+                    f"batch {batches} has one value a channel, and a variance needs 2 or more: leave it out, as "
+                    "DataLoader(..., drop_last=True) does. No statistics were changed."
+                ) from error
             batches += 1
         if not batches:
             raise ValueError("data gave no batch: there is nothing to estimate the BatchNorm statistics from.")

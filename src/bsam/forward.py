@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-__all__ = ["Forward", "OutputModel", "batches_of", "evaluating", "inputs_and_labels", "map_tensors", "moved"]
+__all__ = [
+    "Forward",
+    "OutputModel",
+    "batches_of",
+    "call_model",
+    "evaluating",
+    "inputs_and_labels",
+    "map_tensors",
+    "moved",
+]
 
 Forward = Callable[[nn.Module, Any], Any]
 """How to run a model on the inputs of one batch."""
@@ -22,7 +31,7 @@ class OutputModel(nn.Module):
     def __init__(self, model: nn.Module, forward: Forward | None) -> None:
         super().__init__()
         self.model = model
-        self._call = forward or _call
+        self._call = forward or call_model
 
     def forward(self, inputs: Any) -> Tensor:
         """The outputs, one row an example."""
@@ -38,7 +47,8 @@ class OutputModel(nn.Module):
         return outputs
 
 
-def _call(model: nn.Module, inputs: Any) -> Any:
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Run the model on the inputs of a batch: a dictionary gives keywords, a tuple or list positional arguments."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, list | tuple):
@@ -59,17 +69,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def batches_of(data: Any, batch_size: int) -> Iterable[Any]:
-    """The batches of `data`; only tensors are cut here."""
+    """The batches of `data`; only tensors are cut here, evenly, into as few as `batch_size` allows."""
     tensors = data if isinstance(data, tuple) else (data,)
     if any(isinstance(part, Tensor) and len(part) == 0 for part in tensors):
         raise ValueError("data is empty: there is nothing to predict.")
     if isinstance(data, Tensor):
-        return torch.split(data, batch_size)
+        return _cut(data, batch_size)
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
         inputs, labels = data
         if len(inputs) != len(labels):
             raise ValueError(f"data has {len(inputs)} inputs and {len(labels)} labels: one label an input is needed.")
-        return list(zip(torch.split(inputs, batch_size), torch.split(labels, batch_size), strict=True))
+        return list(zip(_cut(inputs, batch_size), _cut(labels, batch_size), strict=True))
     if isinstance(data, Mapping):
         raise TypeError("data is a dictionary, which is one batch: write [data], or a DataLoader of such batches.")
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
@@ -79,6 +89,11 @@ def batches_of(data: Any, batch_size: int) -> Iterable[Any]:
     if not isinstance(data, Iterable):
         raise TypeError(f"data is of type {type(data).__name__}: a tensor, (inputs, labels) or batches are needed.")
     return data
+
+
+def _cut(tensor: Tensor, batch_size: int) -> tuple[Tensor, ...]:
+    # Evenly: a last batch of one example, say, would have no variance for BatchNorm to estimate.
+    return torch.tensor_split(tensor, -(-len(tensor) // batch_size))
 
 
 def inputs_and_labels(batch: Any) -> tuple[Any, Any]:

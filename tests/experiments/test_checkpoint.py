@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import bsam.files
 from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
@@ -95,8 +96,11 @@ def test_no_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (OSError(28, "No space left on device"), "disk is full.*--resume.*kept"),
+        (OSError(28, "No space left on device"), "disk is full.*kept"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "disk is full.*kept"),
+        (OSError(27, "File too large"), "larger than a file may be"),
         (OSError(30, "Read-only file system"), "read-only"),
+        (OSError(13, "Permission denied"), "may not be written to.*permissions"),
         (OSError(5, "Input/output error"), "Input/output error"),
     ],
 )

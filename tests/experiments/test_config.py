@@ -6,8 +6,9 @@ import tomllib
 
 import pytest
 
-from bsam.experiments.config import Config, from_mapping, override, to_toml
-from bsam.experiments.paper.presets import preset, preset_names, settings
+from bsam.experiments.config import FIELDS, Config, explanations, from_file, from_mapping, override, to_toml
+from bsam.experiments.paper.generate import generate, settings
+from bsam.experiments.paper.presets import FOLDER, preset, preset_names, preset_title
 
 SMALL = {
     "dataset": "digits",
@@ -61,27 +62,89 @@ def test_every_preset_is_valid_and_survives_toml():
         assert override(config, []) == config
 
 
-def test_unknown_presets_are_refused_with_near_ones():
-    with pytest.raises(ValueError, match=r"no preset 'table1/cifar10/bsma'.*table1/cifar10"):
-        preset("table1/cifar10/bsma")
+def test_the_files_of_the_presets_are_those_that_the_settings_give():
+    """If not: python -m bsam.experiments.paper.generate."""
+    files = {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in FOLDER.rglob("*") if path.is_file()}
+    assert {name: path.read_text() for name, path in files.items()} == generate()
+
+
+def test_each_preset_says_which_row_it_is():
+    assert preset_title("table1/cifar10/bsam") == (
+        "The paper's table 1, CIFAR-10, row bSAM; settings: table 7, same row."
+    )
+    titles = [preset_title(name) for name in preset_names()]
+    assert len(set(titles)) == len(titles)
+    for name, title in zip(preset_names(), titles, strict=True):
+        assert title.startswith(f"The paper's table {name[5]}" if name.startswith("table") else "Not in the paper")
+
+
+def test_names_are_sorted_by_number():
+    names = [name for name in preset_names() if name.startswith("table5/cifar100/bsam")]
+    assert names == [f"table5/cifar100/bsam-{splits}" for splits in (1, 2, 4, 8, 16)]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("table1/cifar10/bsma", "Near it: table1/cifar10/bsam"),
+        ("table1", "Near it: table1/cifar10/adam"),
+        ("../../demo", "There are digits, table1/cifar10"),
+    ],
+)
+def test_unknown_presets_are_refused_with_near_ones(name, near):
+    with pytest.raises(ValueError, match=f"no preset '{name}'. {near}"):
+        preset(name)
+
+
+# ---------------------------------------------------------------- settings
+
+
+def test_every_setting_is_explained_in_one_line():
+    assert list(explanations()) == list(FIELDS)
+    for text in explanations().values():
+        assert 5 < len(text) <= 80
+        assert "\n" not in text
+
+
+def test_what_is_shown_explained_can_be_read_again(tmp_path):
+    for name in preset_names():
+        text = to_toml(preset(name), explained=True)
+        assert f"# {explanations()['lr']}" in text
+        (tmp_path / "my.toml").write_text(text)
+        assert from_file(tmp_path / "my.toml") == preset(name)
+
+
+def test_bad_files_are_named(tmp_path):
+    path = tmp_path / "my.toml"
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*my.toml. Write one with"):
+        from_file(path)
+    for content, message in [(b"lr = ", "Invalid"), (b"lrr = 1", "did you mean 'lr'"), (b"\xff", "decode")]:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path}: .*{message}"):
+            from_file(path)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("lrr=1", "unknown setting 'lrr'.*dataset, model, method"),
-        ("lr=fast", "lr='fast' must be of type float"),
-        ("epochs=1.5", "epochs=1.5 must be of type int"),
-        ("epochs=true", "must be of type int"),
+        ("epoch=1", "unknown setting 'epoch': did you mean 'epochs'.*dataset, model, method"),
+        ("zzz=1", "unknown setting 'zzz': There are: dataset, model, method"),
+        ("lr=fast", r"lr='fast' must be a finite number, like 0.1 \(lr is: alpha: learning rate"),
+        ("epochs=1.5", r"epochs=1.5 must be a whole number, like 180 \(epochs is: passes over the training data\)"),
+        ("epochs=true", "epochs=True must be a whole number"),
+        ("augment=1", r"augment=1 must be true or false \(augment is: random crops"),
+        ("dataset=3", "dataset=3 must be text"),
+        ("max_grad_norm=big", "max_grad_norm='big' must be a finite number, like 0.1, or null"),
         ("epochs=0", "epochs=0 must be at least 1"),
         ("validation=-1", "must not be negative"),
         ("method=sgdd", "must be one of sgd, sam-sgd"),
-        ("milestones=3", "must be a list"),
-        ("milestones=[1.5]", "must be of type int"),
+        ("milestones=3", "must be a list of whole numbers"),
+        ("milestones=[1.5]", r"milestones=\[1.5\] must be a list of whole numbers, like \[100, 120\]"),
         ("schedule=steps", "needs milestones"),
         ("swag_epochs=3", "does not go with method='bsam'"),
         ("lr", "not of the form key=value"),
         ("lr=NaN", "must be a finite number"),
+        (f"lr=1{'0' * 400}", "must be a finite number"),
     ],
 )
 def test_bad_changes_stop_with_the_reason(change, message):

@@ -1,19 +1,26 @@
 """The demo: its runs, its numbers and its command, at a reduced size."""
 
 import dataclasses
+import io
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from bsam.experiments import demo
-from bsam.experiments.commands import app
-from bsam.experiments.config import FIELDS
+from bsam.experiments.commands import _demo_table, app
+from bsam.experiments.config import FIELDS, explanations, from_mapping
 from bsam.experiments.data import digits, load
 from bsam.experiments.methods import METHODS
+from bsam.experiments.paper.presets import preset
+
+ROOT = Path(__file__).parent.parent.parent
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps:UserWarning")  # the runs are short
 
@@ -116,8 +123,23 @@ def test_configs_lists_and_shows_presets():
     listed = runner.invoke(app, ["configs"]).output
     assert "table2/tinyimagenet" in listed
     shown = runner.invoke(app, ["configs", "table1/cifar10/bsam"]).output
-    assert "prior_precision = 25.0" in shown
-    assert "milestones = [100, 120]" in shown
+    assert shown.startswith("# The paper's table 1, CIFAR-10, row bSAM")
+    assert "prior_precision = 25.0   # N delta: precision of the prior" in shown
+    assert from_mapping(tomllib.loads(shown)) == preset("table1/cifar10/bsam")
+    settings = runner.invoke(app, ["configs", "--settings"], env={"COLUMNS": "200"}).output
+    for name, explanation in explanations().items():
+        assert name in settings
+        assert explanation in settings
+
+
+def test_tables_fit_into_80_columns():
+    record = json.loads((ROOT / "results" / "demo.json").read_text())
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(_demo_table(record))
+    shown = console.export_text()
+    for _, row in demo.cells(record):
+        for cell in row:
+            assert cell in shown
 
 
 def test_without_the_extra_the_command_says_what_to_install():

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from bsam.experiments.commands import app
 from bsam.experiments.config import override
 from bsam.experiments.data import load
 from bsam.experiments.evaluate import evaluate
-from bsam.experiments.methods import METHODS
+from bsam.experiments.methods import METHODS, predict
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.runs import Run, RunInterruptedError, _locked, choose_device
 from bsam.experiments.trainer import Trainer
@@ -99,6 +100,25 @@ def test_rates_follow_the_schedule(digits):
     assert seen == [(trainer.config.lr, 0.9), (trainer.config.lr, 0.9), (0.011, 0.3), (0.011, 0.3)]
 
 
+def test_swag_goes_on_in_the_middle_of_its_collection(digits, tmp_path):
+    config = short("swag", "swag_interval=3", "swag_epochs=4", "swag_rank=2")
+    whole, first = (Trainer(config, digits, seed=0) for _ in range(2))
+    for _ in whole.steps():
+        pass
+    for _ in first.steps():
+        if first.collector.num_steps == 11:  # three snapshots, of which two are kept, and on the way to a fourth
+            break
+    assert (first.epoch, first.batch) == (config.epochs + 2, 1)
+    save_checkpoint(tmp_path / "c", first.state())
+    second = Trainer(config, digits, seed=0)
+    second.load_state(load_checkpoint(tmp_path / "c"))
+    assert second.collector.num_snapshots == 3
+    for _ in second.steps():
+        pass
+    assert second.collector.num_snapshots == 20 // 3
+    assert_same(second.collector.state_dict(), whole.collector.state_dict())
+
+
 def test_bfloat16_and_channels_last_train(digits):
     config = override(short("bsam"), ["precision=bfloat16", "channels_last=true"])
     trainer = Trainer(config, digits, seed=0)
@@ -147,10 +167,100 @@ def test_a_run_leaves_everything_that_is_needed(tmp_path):
     assert (tmp_path / "run" / "reliability-test-4.png").stat().st_size > 5000
 
 
+def test_predictions_are_made_once(tmp_path, monkeypatch):
+    calls = []
+
+    def counting(*arguments, num_samples, **options):
+        calls.append(num_samples)
+        return predict(*arguments, num_samples=num_samples, **options)
+
+    def again(**options):
+        calls.clear()
+        results = evaluate(tmp_path, samples=[0, 4], device="cpu", **options)
+        return results["4"].nll, list(calls)
+
+    start(tmp_path).train()
+    monkeypatch.setattr("bsam.experiments.evaluate.predict", counting)
+    nll, made = again()
+    assert made == [0, 4]
+    with monkeypatch.context() as without_data:
+        without_data.setattr("bsam.experiments.evaluate.load", None)
+        assert again() == (nll, [])
+    assert again(again=True) == (nll, [0, 4])
+    other, made = again(seed=1)
+    assert made == [0, 4]
+    assert other != nll
+    assert again() == (nll, [0, 4])
+
+    file = tmp_path / "predictions-test-4.safetensors"
+    file.write_bytes((tmp_path / "predictions-test-0.safetensors").read_bytes())  # not what the record knows
+    assert again() == (nll, [4])
+    file.unlink()
+    assert again() == (nll, [4])
+    bsam.load_posterior(tmp_path / "posterior.safetensors").temper(0.5).save(tmp_path / "posterior.safetensors")
+    other, made = again()
+    assert made == [0, 4]
+    assert other != nll
+
+
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     start(tmp_path)
     with pytest.raises(FileExistsError, match="--resume"):
         start(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("swag", ["swag_interval=6"], "swag_interval=6 gives 1 snapshots in 10 steps of swag_epochs=2.*needs 2"),
+        ("sgd", ["batch_size=1000", "drop_last=true"], "batch_size=1000 with drop_last leaves no batch of 997"),
+        ("bsam", ["batch_size=4", "splits=5"], "splits=5 is more than the 4 examples of a batch"),
+        ("vogn", ["batch_size=2000", "splits=998"], "splits=998 is more than the 997 examples"),
+        ("sgd", ["dataset=moons", "model=moons_mlp", "augment=true"], "moons cannot be augmented"),
+        ("sgd", ["dataset=imagenet"], "no data set 'imagenet'. There are: mnist"),
+        ("sgd", ["model=vit"], "must be one of mlp"),
+        ("sgd", ["validation=997"], "validation=997 must be from 0 to 996"),
+        ("sgd", ["lr=-1"], "learning rate"),
+        ("bsam", ["beta1=2"], "beta"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_a_folder_is_taken(tmp_path, method, changes, message):
+    with pytest.raises(ValueError, match=message):
+        start(tmp_path / "run", method, *changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_that_cannot_be_written_leave_the_folder_free(tmp_path, monkeypatch):
+    def full(path, text):
+        raise OSError(28, "the disk is full")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("bsam.experiments.runs.write_text", full)
+        with pytest.raises(OSError, match="full"):
+            start(tmp_path)
+    assert os.listdir(tmp_path) == []
+    start(tmp_path)
+
+
+def test_what_a_kill_left_behind_is_removed(tmp_path):
+    run = start(tmp_path)
+    (tmp_path / ".checkpoint.safetensors.12345678.tmp").write_bytes(b"torn")
+    run.train()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_log_is_json_also_when_the_loss_is_not_a_number(tmp_path):
+    run = start(tmp_path, "sgd", "lr=1e30")
+    with pytest.raises(ValueError, match="did training diverge"):
+        run.train()
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    log = [json.loads(line, parse_constant=refuse) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert len(log) == 3
+    assert log[-1]["loss"] is None
+    assert not (tmp_path / "record.json").exists()
 
 
 def test_resume_needs_a_run_and_its_own_settings(tmp_path):
@@ -221,10 +331,10 @@ def bsam_command():
     """Starts `bsam` in a process of its own; none outlives the test."""
     started = []
 
-    def start(*arguments):
+    def start(*arguments, before="", wrapper=()):
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        code = "import torch; torch.set_num_threads(1); from bsam.experiments.cli import main; main()"
-        command = [sys.executable, "-c", code, *map(str, arguments)]
+        code = f"{before}\nimport torch; torch.set_num_threads(1); from bsam.experiments.cli import main; main()"
+        command = [*map(str, wrapper), sys.executable, "-c", code, *map(str, arguments)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, env=environment, **pipes))
         return started[-1]
@@ -243,7 +353,8 @@ def bsam_command():
 def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(method, number, tmp_path, bsam_command):
     # Some seconds of work, so that the kills find it at it; SWAG's steps are plain SGD's and take the least time.
     epochs = ["epochs=150", "swag_epochs=50"] if method == "swag" else ["epochs=20"]
-    changes = [f for c in [*SHORT[method], *epochs, "batch_size=20"] for f in ("--set", c)]
+    augmented = f"augment={'false' if method == 'swag' else 'true'}"
+    changes = [f for c in [*SHORT[method], *epochs, "batch_size=20", augmented] for f in ("--set", c)]
     options = ["--save-minutes", "0.001", "--device", "cpu"]
     undisturbed = bsam_command("train", f"digits/{method}", "--out", tmp_path / "whole", *changes, *options)
     rng = random.Random(0)
@@ -262,7 +373,7 @@ def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(method, num
             break
         time.sleep(rng.random() * 0.3)
         process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
         if (folder / "record.json").exists():
             break  # it was done before the signal came
         kills += 1
@@ -275,6 +386,7 @@ def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(method, num
         assert process.returncode == 0, errors
     assert kills >= 1
     assert (folder / "record.json").exists()
+    assert not list(folder.glob(".*.tmp"))
     _, errors = undisturbed.communicate(timeout=120)
     assert undisturbed.returncode == 0, errors
     states = [load_checkpoint(path / "checkpoint.safetensors") for path in (tmp_path / "whole" / "seed0", folder)]
@@ -288,13 +400,22 @@ def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(method, num
 
 def test_errors_are_one_sentence_and_a_traceback_only_on_demand(bsam_command):
     process = bsam_command("train", "digits/bsmam")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert errors.startswith("bsam: there is no preset 'digits/bsmam'")
     assert "Traceback" not in errors
     process = bsam_command("--debug", "train", "digits/bsmam")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert "Traceback" in errors
+
+
+def test_warnings_are_one_sentence_too(bsam_command, tmp_path):
+    changes = ["--epochs", "1", "--set", "beta2=0.999", "--device", "cpu"]
+    process = bsam_command("train", "digits/bsam", "--out", tmp_path, *changes)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "\nbsam: after 12 steps 99% of the precision is still its starting value" in f"\n{errors}"
+    assert "UserWarning" not in errors
 
 
 def test_a_checkpoint_that_cannot_be_written_stops_the_run_and_keeps_the_last(tmp_path, monkeypatch):
@@ -306,8 +427,83 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_and_keeps_the_last(tm
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(bsam.files, "save_file", full)
-    with pytest.raises(OSError, match="disk is full"):
+    with pytest.raises(OSError, match=f"disk is full.*kept. Then go on with: bsam train --resume {tmp_path}"):
         run.train(every_epochs=1)
+    assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
+
+
+def half_done(folder):
+    """A run that was saved in its second epoch."""
+    run = start(folder)
+    for _ in run.trainer.steps():
+        if run.trainer.epoch == 1 and run.trainer.batch == 2:
+            break
+    run.save()
+    return run.checkpoint.read_bytes()
+
+
+def test_a_write_that_the_system_cuts_off_keeps_the_last_checkpoint(tmp_path, bsam_command):
+    pytest.importorskip("resource")
+    before = half_done(tmp_path)
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({len(before) // 2},) * 2)"
+    process = bsam_command("train", "--resume", tmp_path, "--device", "cpu", before=limit)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    said = [line for line in errors.splitlines() if line.startswith("bsam: ")]
+    assert len(said) == 1
+    assert "checkpoint.safetensors could not be written: it is larger than a file may be here" in said[0]
+    assert said[0].endswith(f"Then go on with: bsam train --resume {tmp_path}")
+    assert "Traceback" not in errors
+    assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
+    assert not list(tmp_path.glob(".*"))
+    process = bsam_command("train", "--resume", tmp_path, "--device", "cpu")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+
+
+NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
+"""Runs a script that may mount file systems, which nobody else sees."""
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        ("cat /dev/zero > {disk}/filling 2> /dev/null || true", "the disk is full. Free some space"),
+        ("mount -o remount,ro {disk}", "the folder is on a read-only disk"),
+    ],
+)
+def test_a_full_and_a_read_only_disk_keep_what_is_there(tmp_path, bsam_command, spoil, message):
+    half_done(tmp_path / "run")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f"mount -t tmpfs -o size=1m none {disk}"
+    if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, mount], capture_output=True).returncode:
+        pytest.skip("no file system may be mounted here")
+    script = f"""
+    {mount}
+    cp -r {tmp_path}/run {disk}/run
+    {spoil.format(disk=disk)}
+    "$0" "$@" || echo exit status $?
+    diff -r {tmp_path}/run {disk}/run && echo all is as it was
+    """
+    process = bsam_command("train", "--resume", disk / "run", "--device", "cpu", wrapper=[*NAMESPACE, script])
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert output.splitlines() == ["exit status 1", "all is as it was"], errors
+    assert f"could not be written: {message}" in errors
+    assert f"Then go on with: bsam train --resume {disk / 'run'}" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_keeps_what_is_there(tmp_path):
+    before = half_done(tmp_path)
+    tmp_path.chmod(0o555)
+    try:
+        with pytest.raises(PermissionError, match=r"may not be written to\. Change its permissions.*--resume"):
+            Run.resume(tmp_path, device="cpu").train()
+    finally:
+        tmp_path.chmod(0o755)
     assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
 
 
@@ -343,10 +539,34 @@ def test_checkpoints_with_parts_missing_are_named(tmp_path, key):
         Run.resume(tmp_path, device="cpu")
 
 
-def test_a_run_remembers_where_its_data_is(tmp_path):
+def test_a_toml_file_is_trained_like_a_preset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+    Path("my.toml").write_text(runner.invoke(app, ["configs", "digits/sgd"]).output)
+    result = runner.invoke(app, ["train", "my.toml", "--epochs", "1", "--device", "cpu"])
+    assert result.exception is None, result.output
+    record = json.loads(Path("runs/my/seed0/record.json").read_text())
+    assert record["preset"] == "my.toml"
+    assert record["config"]["lr"] == preset("digits/sgd").lr
+    assert Run.resume(Path("runs/my/seed0"), device="cpu").finished
+    assert "no file other.toml" in str(runner.invoke(app, ["train", "other.toml"]).exception)
+
+
+def test_a_run_remembers_where_its_data_is(tmp_path, monkeypatch):
     start(tmp_path / "run", data=tmp_path)
     assert f'data = "{tmp_path}"' in (tmp_path / "run" / "config.toml").read_text()
-    Run.resume(tmp_path / "run")
+    run = Run.resume(tmp_path / "run", device="cpu")
+    run.train()
+    asked = []
+
+    def loading(name, folder, **options):
+        asked.append(folder)
+        return load(name, folder, **options)
+
+    monkeypatch.setattr("bsam.experiments.evaluate.load", loading)
+    evaluate(tmp_path / "run", samples=[0], device="cpu")
+    evaluate(tmp_path / "run", samples=[1], device="cpu", data=tmp_path / "run")
+    assert asked == [tmp_path, tmp_path / "run"]
 
 
 def test_resume_takes_no_settings_and_devices_must_exist(tmp_path):
@@ -354,7 +574,8 @@ def test_resume_takes_no_settings_and_devices_must_exist(tmp_path):
         (["train", "--resume", str(tmp_path), "--epochs", "3"], "leave out --out, --epochs"),
         (["train", "digits/sgd", "--device", "cuda:7", "--out", str(tmp_path)], "no such device"),
         (["train"], "give either a preset"),
-        (["evaluate", str(tmp_path), "--samples", "a"], "must be numbers"),
+        (["evaluate", str(tmp_path), "--samples", "a"], "must be whole numbers"),
+        (["evaluate", str(tmp_path), "--samples", "0,-1"], "must be whole numbers"),
     ]:
         if "cuda:7" in arguments and torch.cuda.is_available():
             continue

@@ -123,6 +123,24 @@ def test_it_trains(name):
     assert last < 0.7 * first
 
 
+def test_no_step_is_taken_while_a_posterior_has_its_sample_in_the_model(name):
+    model = network(name)
+    optimizer = make(name, model.parameters(), module=model)
+    x, y = batch()
+    optimizer.step(cross_entropy(model), x, y)
+    posterior = bsam.DiagonalGaussian.from_model(model, {p: torch.ones_like(p) for p in model.parameters()})
+    before = snapshot(model, optimizer)
+    with posterior.sampled(model, torch.Generator()), posterior.sampled(model, torch.Generator()):
+        with pytest.raises(RuntimeError, match=r"cannot take a step inside posterior.sampled\(\)"):
+            optimizer.step(cross_entropy(model), x, y)
+        with pytest.raises(RuntimeError, match=r"cannot take the posterior inside posterior.sampled\(\)"):
+            optimizer.posterior(model)
+        other = network(name)
+        make(name, other.parameters(), module=other).step(cross_entropy(other), x, y)
+    assert_same(snapshot(model, optimizer), before)
+    optimizer.step(cross_entropy(model), x, y)
+
+
 # ---------------------------------------------------------------- promise 1: completes, or changes nothing
 
 

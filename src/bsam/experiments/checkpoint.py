@@ -6,7 +6,6 @@ hold dictionaries, lists, tuples, tensors, numbers, strings, booleans and None.
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +19,10 @@ _FORMAT, _KIND = "bsam.checkpoint", "run"
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write `state`; until it is whole and on the disk, the checkpoint that is there stays.
-
-    Raises:
-        OSError: with a sentence that says what to do, if the disk is full or the folder cannot be written to.
-    """
+    """Write `state`; until it is whole and on the disk, the checkpoint that is there stays."""
     tensors: dict[str, Tensor] = {}
     skeleton = _strip(state, "", tensors)
-    try:
-        write_file(path, tensors, format=_FORMAT, kind=_KIND, settings={"state": skeleton})
-    except Exception as error:
-        if not isinstance(error, OSError) and "space" not in str(error):
-            raise
-        reasons = {
-            errno.ENOSPC: "the disk is full. Free some space",
-            errno.EACCES: "the folder may not be written to. Change its permissions",
-            errno.EROFS: "the folder is on a read-only disk. Choose another with --out",
-        }
-        code = error.errno if isinstance(error, OSError) else errno.ENOSPC
-        reason = reasons.get(code or 0, f"{error}. Mend that")
-        raise OSError(
-            code,
-            f"the checkpoint {path} could not be written: {reason}, then go on with --resume. The last one is kept",
-        ) from error
+    write_file(path, tensors, format=_FORMAT, kind=_KIND, settings={"state": skeleton})
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -1,8 +1,10 @@
-"""The entry point of the command `bsam`: runs it, says what to install, and turns errors into one sentence."""
+"""The entry point of the command `bsam`: runs it, says what to install, turns errors and warnings into sentences."""
 
 from __future__ import annotations
 
 import sys
+import warnings
+from typing import Any
 
 __all__ = ["main"]
 
@@ -16,6 +18,8 @@ def main() -> None:
         if (missing.name or "").startswith("bsam"):
             raise
         sys.exit(f"The command bsam needs {missing.name}, which is not installed: pip install 'bsam[experiments]'")
+    if "--debug" not in sys.argv:
+        warnings.formatwarning = _warning_sentence
     try:
         app()
     except RunInterruptedError as interrupted:
@@ -26,6 +30,10 @@ def main() -> None:
             raise
         print(f"bsam: {_sentence(error)}", file=sys.stderr)
         sys.exit(1)
+
+
+def _warning_sentence(message: Warning | str, *origin: Any, **options: Any) -> str:
+    return f"bsam: {message}\n"
 
 
 def _sentence(error: Exception) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import torch
 import typer
@@ -17,10 +18,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bsam.experiments import demo as experiment
-from bsam.experiments.config import override, to_toml
+from bsam.experiments.config import (
+    FIELDS,
+    Config,
+    explanations,
+    from_file,
+    override,
+    to_toml,
+    toml_value,
+    what_fits,
+)
 from bsam.experiments.evaluate import evaluate as evaluate_run
 from bsam.experiments.methods import METHODS
-from bsam.experiments.paper.presets import preset, preset_names
+from bsam.experiments.paper.presets import preset, preset_names, preset_title
 from bsam.experiments.record import write_json
 from bsam.experiments.report.demo_page import write_demo_page
 from bsam.experiments.runs import Run
@@ -52,19 +62,49 @@ def about(
 
 @app.command()
 def configs(
-    name: Annotated[str | None, typer.Argument(help="A preset, to see its settings.")] = None,
+    name: Annotated[str | None, typer.Argument(help="A preset, or a TOML file, to see its settings.")] = None,
+    settings: Annotated[bool, typer.Option("--settings", help="List all settings, with their defaults.")] = False,
 ) -> None:
-    """List the presets, or show one.
+    """List the presets, show one, or list the settings there are.
 
-    A preset is a row of the paper's tables: [bold]table1/cifar10/bsam[/bold] is bSAM on CIFAR-10 in table 1.
-    digits/... needs no download. Example:
+    A preset is the settings of one row of the paper's tables:
+    [bold]table1/cifar10/bsam[/bold] is bSAM on CIFAR-10 in table 1.
+    digits/... needs no download. What is shown can be changed and trained:
 
-    [bold]bsam configs table1/cifar10/bsam[/bold]
+    [bold]bsam configs table1/cifar10/bsam > my.toml[/bold]
+
+    [bold]bsam train my.toml[/bold]
     """
+    if settings:
+        _list_settings()
+    elif name is not None:
+        title, config = (name, from_file(Path(name))) if _is_file(name) else (preset_title(name), preset(name))
+        typer.echo(
+            f"# {title}\n{to_toml(config, explained=True)}# The others have their defaults: bsam configs --settings"
+        )
+    else:
+        _list_presets()
+
+
+def _list_settings() -> None:
+    hints = get_type_hints(Config)
+    table = Table("setting", "default", "what it is", box=box.SIMPLE)
+    for setting, field in FIELDS.items():
+        default = "" if field.default is MISSING else toml_value(field.default)
+        choices = f" ({what_fits(hints[setting])})" if get_origin(hints[setting]) is Literal else ""
+        table.add_row(setting, escape(default), escape(explanations()[setting] + choices))
+    Console().print(table)
+    typer.echo("Change one with: bsam train PRESET --set KEY=VALUE")
+
+
+def _list_presets() -> None:
     console = Console()
-    if name is not None:
-        console.print(f"# {name}\n{to_toml(preset(name))}", markup=False, highlight=False, end="")
-        return
+    console.print(
+        "A preset is the settings of a run, mostly those of a row of the paper's tables.\n"
+        "See one with:             bsam configs BLOCK/METHOD\n"
+        "See all settings with:    bsam configs --settings",
+        highlight=False,
+    )
     blocks: dict[str, list[str]] = {}
     for full in preset_names():
         block, _, method = full.rpartition("/")
@@ -77,30 +117,37 @@ def configs(
         config = preset(f"{block}/{methods[0]}")
         table.add_row(block, f"{config.dataset}, {config.model}, {config.total_epochs}", ", ".join(methods))
     console.print(table)
-    console.print("Train one with: bsam train BLOCK/METHOD", highlight=False)
+    console.print("Train one with:           bsam train BLOCK/METHOD", highlight=False)
 
 
 @app.command()
 def train(
-    name: Annotated[str | None, typer.Argument(metavar="PRESET", help="What to train, see `bsam configs`.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="PRESET", help="What to train: see `bsam configs`. Or a TOML file.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the runs.", show_default="runs/PRESET")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds to train, one after the other.")] = 1,
     first_seed: Annotated[int, typer.Option(help="The first of them.")] = 0,
     epochs: Annotated[int | None, typer.Option(min=1, help="Fewer or more epochs than the preset has.")] = None,
-    change: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting.")] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, see `bsam configs --settings`."),
+    ] = None,
     data: Data = None,
     device: Device = None,
     save_minutes: Annotated[float, typer.Option(min=0, help="Minutes between two checkpoints.")] = 5.0,
     save_epochs: Annotated[int | None, typer.Option(min=1, help="Also save after each so many epochs.")] = None,
 ) -> None:
-    """Train a preset. Ctrl-C saves the run and says how to go on.
+    """Train a preset, or the settings in a TOML file. Ctrl-C saves the run and says how to go on.
 
     Examples:
 
     [bold]bsam train digits/bsam --out runs/digits[/bold]
 
     [bold]bsam train table6/mnist/bsam --data data --epochs 5 --set lr=0.05[/bold]
+
+    [bold]bsam train my.toml --seeds 3[/bold]
 
     [bold]bsam train --resume runs/digits/seed0[/bold]
     """
@@ -117,8 +164,8 @@ def train(
         return
     assert name is not None
     changes = [*(change or []), *([f"epochs={epochs}"] if epochs else [])]
-    config = override(preset(name), changes)
-    folder = out or Path("runs") / name
+    config = override(from_file(Path(name)) if _is_file(name) else preset(name), changes)
+    folder = out or Path("runs") / (Path(name).stem if _is_file(name) else name)
     taken = [s for s in range(first_seed, first_seed + seeds) if (folder / f"seed{s}" / "config.toml").exists()]
     if taken:
         where = folder / f"seed{taken[0]}"
@@ -126,6 +173,11 @@ def train(
     for seed in range(first_seed, first_seed + seeds):
         run = Run.start(folder / f"seed{seed}", config, seed, preset=name, device=device, data=data)
         _train(run, save_minutes, save_epochs)
+
+
+def _is_file(name: str) -> bool:
+    """Whether a preset's name is the path of a TOML file instead."""
+    return name.endswith(".toml")
 
 
 def _train(run: Run, save_minutes: float, save_epochs: int | None) -> None:
@@ -143,7 +195,7 @@ def _train(run: Run, save_minutes: float, save_epochs: int | None) -> None:
 
         def show(trainer: Trainer) -> None:
             last = trainer.log[-1] if trainer.log else None
-            text = f"loss {last['loss']:.4f} accuracy {last['accuracy']:.1%}" if last else ""
+            text = f"loss {last['loss']:.4f}" if last else ""
             bar.update(task, completed=trainer.progress, loss=text)
 
         show(run.trainer)
@@ -158,30 +210,32 @@ def evaluate(
         str | None, typer.Option(help="Numbers of posterior samples, like 0,8,64.", show_default="32")
     ] = None,
     part: Annotated[str, typer.Option(help="test, or validation.")] = "test",
+    again: Annotated[bool, typer.Option("--again", help="Make predictions anew that were made before.")] = False,
     data: Data = None,
     device: Device = None,
 ) -> None:
     """Predict the test set with a run's posterior, and rate the predictions.
 
-    Writes predictions and a reliability diagram for each number of samples into the folder, and the metrics into its
-    record. Example:
+    Writes predictions and a reliability diagram for each number of samples
+    into the folder, and the metrics into its record. Example:
 
     [bold]bsam evaluate runs/digits/seed0 --samples 0,8,64[/bold]
     """
     try:
         counts = None if samples is None else [int(text) for text in samples.split(",")]
     except ValueError:
-        raise ValueError(f"--samples {samples} must be numbers with commas between, like 0,8,64.") from None
-    results = evaluate_run(run, samples=counts, part=part, device=device, data=data)
-    table = Table(
-        "samples", "accuracy ↑", "NLL ↓", "ECE ↓", "AUROC ↑", title=f"{run}, {part}: 95% intervals", box=box.SIMPLE
-    )
+        counts = [-1]
+    if counts is not None and min(counts) < 0:
+        raise ValueError(f"--samples {samples} must be whole numbers with commas between, like 0,8,64.")
+    results = evaluate_run(run, samples=counts, part=part, device=device, data=data, again=again)
+    title = f"{escape(str(run))}, {part}: 95% intervals"
+    table = Table("samples", "accuracy ↑", "NLL ↓", "ECE ↓", "AUROC ↑", title=title, box=box.SIMPLE, pad_edge=False)
     for count, summary in results.items():
         cells = []
         for metric, digits in experiment.DIGITS.items():
             scale = 100 if metric == "accuracy" else 1
             low, high = (scale * end for end in summary.intervals[metric])
-            cells.append(f"{scale * getattr(summary, metric):.{digits}f} \\[{low:.{digits}f}, {high:.{digits}f}]")
+            cells.append(f"{scale * getattr(summary, metric):.{digits}f}\n\\[{low:.{digits}f}, {high:.{digits}f}]")
         table.add_row("mean" if count == "0" else count, *cells)
     Console().print(table)
 
@@ -218,15 +272,20 @@ def demo(
         record, predictions = experiment.run_digits(settings, advance)
         maps = experiment.moons(settings, advance)
 
-    table = Table(title=f"Digits, test part: mean (sd) over {settings.seeds} seeds", box=box.SIMPLE)
+    console.print(_demo_table(record))
+    write_json(out / "results.json", record)
+    page = write_demo_page(out, record, predictions, maps)
+    console.print(f"Look at it: [link={page.resolve().as_uri()}]{escape(str(page))}[/link]", highlight=False)
+
+
+def _demo_table(record: dict[str, Any]) -> Table:
+    title = f"Digits, test part: mean (sd) over {record['seeds']} seeds"
+    table = Table(title=title, box=box.SIMPLE, pad_edge=False)
     for column in ("method", "accuracy ↑", "NLL ↓", "ECE ↓", "AUROC ↑"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for name, row in experiment.cells(record):
         table.add_row(name, *row)
-    console.print(table)
-    write_json(out / "results.json", record)
-    page = write_demo_page(out, record, predictions, maps)
-    console.print(f"Look at it: [link={page.resolve().as_uri()}]{escape(str(page))}[/link]", highlight=False)
+    return table
 
 
 @app.command()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from torch import nn
 
 import bsam
 from bsam.experiments.config import from_mapping
-from bsam.experiments.data import load, plain_batches
+from bsam.experiments.data import Dataset, load, plain_batches
 from bsam.experiments.methods import predict
 from bsam.experiments.models import make_model
 from bsam.experiments.record import environment, write_json
-from bsam.experiments.runs import choose_device
+from bsam.experiments.runs import choose_device, remembered_data
 
 __all__ = ["evaluate"]
 
@@ -28,16 +31,20 @@ def evaluate(
     device: str | None = None,
     data: Path | None = None,
     seed: int = 0,
+    again: bool = False,
 ) -> dict[str, bsam.metrics.Summary]:
-    """Predict one part of the data with so many samples of the posterior, once each; results go into the record.
+    """Predict one part of the data with so many samples of the posterior; results go into the record.
+
+    Predictions that were made before, with the same posterior and seed, are read and not made again.
 
     Args:
         folder: The folder of a finished run.
         samples: Numbers of samples; 0 is the mean. By default what the run's settings say.
         part: `"test"`, or `"validation"` if the run held some data out.
         device: Where to predict; chosen by itself if None.
-        data: Folder of the data sets.
+        data: Folder of the data sets; by default the one that the run was started with.
         seed: Seed of the samples.
+        again: Make all predictions anew.
 
     Returns:
         The metrics, by number of samples.
@@ -47,20 +54,46 @@ def evaluate(
         raise FileNotFoundError(f"{folder} holds no finished run. Go on with: bsam train --resume {folder}")
     record: dict[str, Any] = json.loads(path.read_text())
     config = from_mapping(record["config"])
-    dataset = load(config.dataset, data, device=choose_device(device), validation=config.validation)
-    model = make_model(config.model, num_classes=dataset.num_classes, image_shape=dataset.image_shape, seed=0)
-    model.to(dataset.device)
-    posterior = bsam.load_posterior(folder / "posterior.safetensors")
+    evaluations = record["evaluations"].setdefault(part, {})
+    origin = {"seed": seed, "posterior_sha256": _sha256(folder / "posterior.safetensors")}
+
+    @cache
+    def loaded() -> tuple[Dataset, nn.Module, bsam.Posterior]:
+        where = data or remembered_data(folder)
+        dataset = load(config.dataset, where, device=choose_device(device), validation=config.validation)
+        model = make_model(config.model, num_classes=dataset.num_classes, image_shape=dataset.image_shape, seed=0)
+        return dataset, model.to(dataset.device), bsam.load_posterior(folder / "posterior.safetensors")
+
     results = {}
     for count in samples if samples is not None else [config.num_samples]:
-        predictions = predict(config, model, posterior, plain_batches(dataset, part), num_samples=count, seed=seed)
-        predictions.save(folder / f"predictions-{part}-{count}.safetensors")
-        figure, axes = plt.subplots(figsize=(4.5, 5), layout="constrained")
-        bsam.metrics.reliability_diagram(predictions, ax=axes)
-        figure.savefig(folder / f"reliability-{part}-{count}.png", dpi=120)
-        plt.close(figure)
+        file = folder / f"predictions-{part}-{count}.safetensors"
+        if again or not _belongs(file, origin, evaluations.get(str(count), {})):
+            dataset, model, posterior = loaded()
+            batches = plain_batches(dataset, part)
+            predict(config, model, posterior, batches, num_samples=count, seed=seed).save(file)
+            record["evaluations"]["environment"] = environment(dataset.device)
+        predictions = bsam.Predictions.load(file)
+        _draw(predictions, folder / f"reliability-{part}-{count}.png")
         results[str(count)] = summary = bsam.metrics.summary(predictions)
-        record["evaluations"].setdefault(part, {})[str(count)] = {**summary.as_dict(), "seed": seed}
-        record["evaluations"]["environment"] = environment(dataset.device)
+        evaluations[str(count)] = {**summary.as_dict(), **origin, "sha256": _sha256(file)}
         write_json(path, record)
     return results
+
+
+def _belongs(file: Path, origin: dict[str, Any], evaluation: dict[str, Any]) -> bool:
+    """Whether the record knows the predictions in `file`, and that they are of this origin."""
+    if not file.is_file():
+        return False
+    return all(evaluation.get(key) == value for key, value in {**origin, "sha256": _sha256(file)}.items())
+
+
+def _draw(predictions: bsam.Predictions, path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(4.5, 5), layout="constrained")
+    bsam.metrics.reliability_diagram(predictions, ax=axes)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 
 import bsam
+from bsam.files import write_text
 
-__all__ = ["environment", "write_json"]
+__all__ = ["environment", "to_json", "write_json"]
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
@@ -30,11 +32,24 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
     }
 
 
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """`value` as JSON, which knows no NaN and no infinity: they become null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Write a record; a file that is there is replaced in one go."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(temporary, path)
+    """Write a record; a file that is there is replaced in one go, or stays."""
+    write_text(path, to_json(record, indent=1) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
 
 
 def _version(package: str) -> str | None:

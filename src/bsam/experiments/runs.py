@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shlex
 import signal
 import time
@@ -23,21 +22,25 @@ from types import FrameType
 import torch
 
 from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
-from bsam.experiments.config import Config, from_mapping, to_toml
+from bsam.experiments.config import Config, from_mapping, to_toml, toml_value
 from bsam.experiments.data import load
-from bsam.experiments.record import environment, write_json
+from bsam.experiments.record import environment, to_json, write_json
 from bsam.experiments.trainer import Trainer
+from bsam.files import remove_leftovers, write_text
 
-__all__ = ["Run", "RunInterruptedError", "choose_device"]
+__all__ = ["Run", "RunInterruptedError", "choose_device", "remembered_data"]
 
 
 class RunInterruptedError(Exception):
     """A signal asked the run to stop; it was saved."""
 
     def __init__(self, folder: Path, number: int) -> None:
-        resume = f"bsam train --resume {shlex.quote(str(folder))}"
-        super().__init__(f"stopped by {signal.Signals(number).name}; saved. Go on with: {resume}")
+        super().__init__(f"stopped by {signal.Signals(number).name}; saved. Go on with: {_resume_command(folder)}")
         self.number = number
+
+
+def _resume_command(folder: Path) -> str:
+    return f"bsam train --resume {shlex.quote(str(folder))}"
 
 
 def choose_device(name: str | None = None) -> torch.device:
@@ -94,9 +97,14 @@ class Run:
             "device": device,
             "data": None if data is None else str(data.resolve()),
         }
-        head = "".join(f"{name} = {json.dumps(value)}\n" for name, value in origin.items() if value is not None)
-        with open(folder / "config.toml", "x") as file:  # fails if another process was faster
-            file.write(f"{head}\n[config]\n{to_toml(config)}")
+        head = "".join(f"{name} = {toml_value(value)}\n" for name, value in origin.items() if value is not None)
+        path = folder / "config.toml"
+        open(path, "x").close()  # fails if another process was faster
+        try:
+            write_text(path, f"{head}\n[config]\n{to_toml(config)}")
+        except BaseException:
+            path.unlink()
+            raise
         return run
 
     @classmethod
@@ -106,10 +114,10 @@ class Run:
         if not path.is_file():
             raise FileNotFoundError(f"{folder} holds no run: there is no {path}.")
         with _naming(path):
-            content = tomllib.loads(path.read_text())
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
             config, seed, preset = from_mapping(content["config"]), content["seed"], content["preset"]
         device = device or content.get("device")
-        data = data or (Path(content["data"]) if "data" in content else None)
+        data = data or remembered_data(folder)
         run = cls(folder, config, seed, preset=preset, device=device, data=data)
         if run.checkpoint.exists():
             state = load_checkpoint(run.checkpoint)
@@ -147,18 +155,18 @@ class Run:
 
         Raises:
             RunInterruptedError: SIGINT or SIGTERM arrived; the run is saved.
+            OSError: A file could not be written, say because the disk is full; the last checkpoint is kept.
         """
-        trainer = self.trainer
         with _locked(self.folder / "config.toml"):
-            self._train(trainer, every_minutes, every_epochs, on_step)
+            try:
+                remove_leftovers(self.folder)
+                self._train(every_minutes, every_epochs, on_step)
+            except OSError as error:
+                sentence = f"{error.strerror or error}. Then go on with: {_resume_command(self.folder)}"
+                raise OSError(error.errno, sentence) from error
 
-    def _train(
-        self,
-        trainer: Trainer,
-        every_minutes: float,
-        every_epochs: int | None,
-        on_step: Callable[[Trainer], None],
-    ) -> None:
+    def _train(self, every_minutes: float, every_epochs: int | None, on_step: Callable[[Trainer], None]) -> None:
+        trainer = self.trainer
         self._write_log()  # drops lines of epochs after the checkpoint, which will be trained again
         saved = time.monotonic()
         with _signals_kept() as arrived:
@@ -185,8 +193,8 @@ class Run:
         save_checkpoint(self.checkpoint, self.trainer.state())
 
     def _write_log(self) -> None:
-        lines = [json.dumps(entry) + "\n" for entry in self.trainer.log]
-        (self.folder / "log.jsonl").write_text("".join(lines))
+        lines = [to_json(entry) + "\n" for entry in self.trainer.log]
+        write_text(self.folder / "log.jsonl", "".join(lines))
 
     def _write_record(self) -> None:
         record = {
@@ -199,6 +207,14 @@ class Run:
             "evaluations": {},
         }
         write_json(self.folder / "record.json", record)
+
+
+def remembered_data(folder: Path) -> Path | None:
+    """The folder of the data sets that the run in `folder` was started with, if it was given one."""
+    path = folder / "config.toml"
+    with _naming(path):
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    return Path(content["data"]) if "data" in content else None
 
 
 @contextlib.contextmanager

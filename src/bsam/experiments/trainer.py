@@ -18,7 +18,7 @@ from torch import Tensor
 
 import bsam
 from bsam.experiments.config import Config
-from bsam.experiments.data import Dataset, epoch_batches, plain_batches
+from bsam.experiments.data import Dataset, epoch_batches, epoch_length, plain_batches
 from bsam.experiments.methods import make_optimizer
 from bsam.experiments.models import make_model
 
@@ -36,6 +36,7 @@ class Trainer:
 
     def __init__(self, config: Config, dataset: Dataset, *, seed: int) -> None:
         self.config, self.dataset, self.seed = config, dataset, seed
+        _check_fits(config, dataset)
         model = make_model(
             config.model, num_classes=dataset.num_classes, image_shape=dataset.image_shape, seed=seed
         ).to(dataset.device)
@@ -173,3 +174,17 @@ class Trainer:
         self.log = list(state["log"])
         self._loss_sum = state["loss_sum"].to(self.dataset.device)
         self._examples = state["examples"]
+
+
+def _check_fits(config: Config, dataset: Dataset) -> None:
+    """Raise if the data is too small for the settings, which would else be noticed in the middle of the run."""
+    length = epoch_length(dataset, config.batch_size, augment=config.augment, drop_last=config.drop_last)
+    smallest = min(config.batch_size, dataset.num_train)
+    if smallest < config.splits:
+        raise ValueError(f"splits={config.splits} is more than the {smallest} examples of a batch: write {smallest}.")
+    if config.method == "swag" and config.swag_epochs * length < 2 * config.swag_interval:
+        steps = config.swag_epochs * length
+        raise ValueError(
+            f"swag_interval={config.swag_interval} gives {steps // config.swag_interval} snapshots in {steps} steps of "
+            f"swag_epochs={config.swag_epochs}, and SWAG needs 2 or more: write swag_interval={max(1, steps // 20)}."
+        )

@@ -33,6 +33,7 @@ from bsam.optim import options
 from bsam.optim.batch import split_batch
 from bsam.optim.together import Parts, Together
 from bsam.posterior import PointMass, Posterior
+from bsam.posterior.base import holds_sample
 
 __all__ = ["GradAt", "Gradients", "ProbingOptimizer", "Slot", "Tally"]
 
@@ -496,8 +497,11 @@ class ProbingOptimizer(Optimizer):
         return self.param_groups[0][name]
 
     def _refuse_if_away(self, what: str) -> None:
-        if self._away is not None:
-            raise RuntimeError(f"cannot {what} {self._away}: the model does not hold its own weights there.")
+        away = self._away
+        if self._made and holds_sample(p for group in self.param_groups for p in group["params"]):
+            away = "inside posterior.sampled()"
+        if away is not None:
+            raise RuntimeError(f"cannot {what} {away}: the model does not hold its own weights there.")
 
     def _warn_of_unseen(self, slots: list[Slot]) -> None:
         """Name, once each, the parameters that no gradient reached."""

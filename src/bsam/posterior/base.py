@@ -97,11 +97,12 @@ class Posterior(Protocol):
         """Put one sample, and the posterior's buffers, into `model` until the block ends.
 
         Weights and buffers are written in place, and all of the model's come back however the block ends: what is
-        written to them inside is lost. Blocks nest: the outer sample returns when the inner block ends.
+        written to them inside is lost. Blocks nest: the outer sample returns when the inner block ends. The
+        optimizers of this package take no step inside.
         """
         self.check_fits(model)
         sample = self.sample(generator)
-        with preserved(model):
+        with preserved(model), _marked(model):
             _write(model, sample, self.buffers)
             yield
 
@@ -244,6 +245,26 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 parameter.copy_(value)
             buffers.restore()
         torch.clear_autocast_cache()
+
+
+_blocks: list[Mapping[int, Tensor]] = []
+"""For each block of `Posterior.sampled` that is open: its model's parameters by id."""
+
+
+@contextlib.contextmanager
+def _marked(model: nn.Module) -> Iterator[None]:
+    """Let optimizers see that `model` does not hold its own weights."""
+    block = {id(parameter): parameter for parameter in model.parameters()}
+    _blocks.append(block)
+    try:
+        yield
+    finally:
+        _blocks[:] = [other for other in _blocks if other is not block]
+
+
+def holds_sample(parameters: Iterable[Tensor]) -> bool:
+    """Whether any of these is inside a block of `Posterior.sampled`."""
+    return bool(_blocks) and any(id(parameter) in block for parameter in parameters for block in _blocks)
 
 
 @torch.no_grad()

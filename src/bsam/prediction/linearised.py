@@ -91,7 +91,7 @@ def predict_linearised(
         noise_std: Standard deviation of the targets around the true output, for `"gaussian"`.
         num_samples: How many samples of the outputs are averaged, for `"categorical"`.
         seed: Their seed.
-        batch_size: Into what batches tensors are cut.
+        batch_size: The most examples of a batch where tensors are cut, which is done evenly.
         forward: `forward(model, inputs)` runs the model where calling it is not enough.
         vectorise: True: vmap over the examples, or an error. False: a loop, with the same numbers. None: whichever is
             faster, and a loop, with one warning that says why, where vmap fails.

@@ -109,7 +109,7 @@ def predict(
         chunk: How many samples are held, and run in one vmapped pass, at a time. It multiplies the memory for
             weights and activations. By default as many as fit into 256 MB of weights. If that is all of them, they
             are drawn once, otherwise anew for each batch.
-        batch_size: Into what batches tensors are cut.
+        batch_size: The most examples of a batch where tensors are cut, which is done evenly.
         likelihood: `"categorical"`: outputs are logits (n, K). `"bernoulli"`: logits (n,) or (n, 1) of class 1 of
             two. `"gaussian"`: outputs (n,) or (n, D) are means of real targets.
         noise_std: Standard deviation of the targets around the true output, for `"gaussian"`.

@@ -19,9 +19,20 @@ from torch import Tensor
 from bsam.experiments.data.embedded import Labelled
 from bsam.experiments.data.loading import Dataset
 
-__all__ = ["crop_and_flip", "epoch_batches", "plain_batches"]
+__all__ = ["crop_and_flip", "epoch_batches", "epoch_length", "plain_batches"]
 
 PADDING = 4
+
+
+def epoch_length(dataset: Dataset, batch_size: int, *, augment: bool = False, drop_last: bool = False) -> int:
+    """How many batches an epoch of training has; an error if `epoch_batches` could not make them."""
+    _check_batch_size(batch_size)
+    if augment and len(dataset.image_shape) != 3:
+        raise ValueError(f"{dataset.info.name} cannot be augmented: it holds no images. Leave out augment.")
+    num_data = dataset.num_train
+    if drop_last and num_data < batch_size:
+        raise ValueError(f"batch_size={batch_size} with drop_last leaves no batch of {num_data} examples.")
+    return num_data // batch_size if drop_last else -(-num_data // batch_size)
 
 
 def epoch_batches(
@@ -46,14 +57,9 @@ def epoch_batches(
         start_batch: Begin with this batch, counted from 0, to go on in the middle of an epoch.
     """
     images, labels = dataset.train
-    _check_batch_size(batch_size)
-    num_batches = len(images) // batch_size if drop_last else -(-len(images) // batch_size)
-    if num_batches == 0:
-        raise ValueError(f"batch_size={batch_size} with drop_last leaves no batch of {len(images)} examples.")
+    num_batches = epoch_length(dataset, batch_size, augment=augment, drop_last=drop_last)
     if not 0 <= start_batch <= num_batches:
         raise ValueError(f"start_batch={start_batch} must be from 0 to {num_batches}, the batches of an epoch.")
-    if augment and len(dataset.image_shape) != 3:
-        raise ValueError(f"{dataset.info.name} cannot be augmented: it holds no images.")
 
     digest = hashlib.blake2b(struct.pack("<2q", seed, epoch), digest_size=8, person=b"batches").digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
