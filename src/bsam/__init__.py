@@ -2,6 +2,7 @@
 
 from bsam import metrics
 from bsam.batch_norm import recalibrate_batch_norm
+from bsam.engine import TrainStep
 from bsam.optim import BSAM, SAM, SWAG, VOGN
 from bsam.posterior import DiagonalGaussian, LowRankGaussian, PointMass, Posterior, laplace, load_posterior
 from bsam.prediction import GaussianPredictions, Predictions, predict, predict_linearised
@@ -17,6 +18,7 @@ __all__ = [
     "PointMass",
     "Posterior",
     "Predictions",
+    "TrainStep",
     "laplace",
     "load_posterior",
     "metrics",

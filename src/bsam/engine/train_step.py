@@ -8,7 +8,6 @@ bSAM is a kernel of its own, because it keeps its noise in registers.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -18,7 +17,6 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from bsam.engine.packs import LARGE, Pack, make_packs
-from bsam.engine.tracing import Captured, compile_function
 from bsam.forward import map_tensors
 from bsam.gradients import LossFunction, LossModule, keys_of, reached_by
 from bsam.optim.base import Gradients, ProbingOptimizer, Slot, Tally, all_finite, clip_gradient, make_slots
@@ -151,6 +149,8 @@ class TrainStep:
         )
         self._fused = [_make_fused(_base(o), self.device) for o in self.optimizers] if self._gradients else []
         self._watch = _Watch(self._skipped) if method._option("nonfinite") == "raise" else None
+
+        from bsam.engine.tracing import Captured, compile_function  # here: they take a second to import
 
         self._fill(_tensors(self._example))
         self._send_rates()
@@ -429,7 +429,8 @@ class _Plain:
 
     process_group = None
     _skipped: Tensor | None = None
-    _options = {"splits": 1, "batch_norm": "first_split", "max_grad_norm": None, "nonfinite": "raise"}
+    vectorise = None
+    module = None
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -443,7 +444,7 @@ class _Plain:
         return 0 if self._skipped is None else int(self._skipped)
 
     def _option(self, name: str) -> Any:
-        return self._options[name]
+        return {"splits": 1, "batch_norm": "first_split", "max_grad_norm": None, "nonfinite": "raise"}[name]
 
     def _slots(self) -> list[Slot]:
         return make_slots(self.optimizer, lambda parameter, group: {})

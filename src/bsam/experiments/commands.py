@@ -34,6 +34,7 @@ from bsam.experiments.paper.presets import preset, preset_names, preset_title
 from bsam.experiments.record import write_json
 from bsam.experiments.report.demo_page import write_demo_page
 from bsam.experiments.runs import Run
+from bsam.experiments.stacks import Stack
 from bsam.experiments.trainer import Trainer
 
 __all__ = ["app"]
@@ -128,6 +129,7 @@ def train(
     out: Annotated[Path | None, typer.Option(help="Folder for the runs.", show_default="runs/PRESET")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds to train, one after the other.")] = 1,
+    stack_seeds: Annotated[bool, typer.Option("--stack-seeds", help="Train the seeds together, in one step.")] = False,
     first_seed: Annotated[int, typer.Option(help="The first of them.")] = 0,
     epochs: Annotated[int | None, typer.Option(min=1, help="Fewer or more epochs than the preset has.")] = None,
     change: Annotated[
@@ -138,6 +140,9 @@ def train(
     device: Device = None,
     save_minutes: Annotated[float, typer.Option(min=0, help="Minutes between two checkpoints.")] = 5.0,
     save_epochs: Annotated[int | None, typer.Option(min=1, help="Also save after each so many epochs.")] = None,
+    compiled: Annotated[
+        bool | None, typer.Option("--compiled/--loop", help="Compile the step.", show_default="compiled on CUDA")
+    ] = None,
 ) -> None:
     """Train a preset, or the settings in a TOML file. Ctrl-C saves the run and says how to go on.
 
@@ -156,6 +161,15 @@ def train(
     if resume is not None:
         if out is not None or epochs is not None or change or seeds != 1:
             raise ValueError("--resume goes on with the run as it is: leave out --out, --epochs, --set and --seeds.")
+        if (resume / "stack.toml").exists():
+            stack = Stack.resume(resume, device=device, data=data)
+            if stack.finished:
+                Console().print(f"All runs in {resume} are finished.", highlight=False)
+            else:
+                _train(stack, save_minutes, save_epochs)
+            return
+        if (resume.parent / "stack.toml").exists() and not (resume / "checkpoint.safetensors").exists():
+            raise ValueError(f"{resume} is trained together with others: bsam train --resume {resume.parent}")
         run = Run.resume(resume, device=device, data=data)
         if run.finished and (resume / "record.json").exists():
             Console().print(f"{resume} is finished. Look at it with: bsam evaluate {resume}", highlight=False)
@@ -170,8 +184,12 @@ def train(
     if taken:
         where = folder / f"seed{taken[0]}"
         raise FileExistsError(f"{where} holds a run already: bsam train --resume {where}, or choose another --out.")
-    for seed in range(first_seed, first_seed + seeds):
-        run = Run.start(folder / f"seed{seed}", config, seed, preset=name, device=device, data=data)
+    numbers = range(first_seed, first_seed + seeds)
+    if stack_seeds:
+        _train(Stack.start(folder, config, numbers, preset=name, device=device, data=data), save_minutes, save_epochs)
+        return
+    for seed in numbers:
+        run = Run.start(folder / f"seed{seed}", config, seed, preset=name, device=device, data=data, compiled=compiled)
         _train(run, save_minutes, save_epochs)
 
 
@@ -180,10 +198,12 @@ def _is_file(name: str) -> bool:
     return name.endswith(".toml")
 
 
-def _train(run: Run, save_minutes: float, save_epochs: int | None) -> None:
-    config = run.config
+def _train(run: Run | Stack, save_minutes: float, save_epochs: int | None) -> None:
+    runs = run.runs if isinstance(run, Stack) else [run]
+    trainer, config = runs[0].trainer, runs[0].config
+    which = f"{len(runs)} seeds" if len(runs) > 1 else f"seed {runs[0].seed}"
     columns = (
-        TextColumn(f"{METHODS[config.method]} on {config.dataset}, seed {run.seed}"),
+        TextColumn(f"{METHODS[config.method]} on {config.dataset}, {which}"),
         BarColumn(),
         TextColumn("epoch {task.completed:.1f}/{task.total} {task.fields[loss]}"),
         TimeElapsedColumn(),
@@ -198,9 +218,9 @@ def _train(run: Run, save_minutes: float, save_epochs: int | None) -> None:
             text = f"loss {last['loss']:.4f}" if last else ""
             bar.update(task, completed=trainer.progress, loss=text)
 
-        show(run.trainer)
+        show(trainer)
         run.train(every_minutes=save_minutes, every_epochs=save_epochs, on_step=show)
-    Console().print(f"done: {run.folder}. Look at it with: bsam evaluate {run.folder}", highlight=False)
+    Console().print(f"done: {run.folder}. Look at it with: bsam evaluate {runs[0].folder}", highlight=False)
 
 
 @app.command()

@@ -18,17 +18,18 @@ import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
 from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
 from bsam.experiments.config import Config, from_mapping, to_toml, toml_value
-from bsam.experiments.data import load
+from bsam.experiments.data import Dataset, load
 from bsam.experiments.record import environment, to_json, write_json
-from bsam.experiments.trainer import Trainer
+from bsam.experiments.trainer import Trainer, train_together
 from bsam.files import remove_leftovers, write_text
 
-__all__ = ["Run", "RunInterruptedError", "choose_device", "remembered_data"]
+__all__ = ["Run", "RunInterruptedError", "choose_device", "remembered_data", "train_runs"]
 
 
 class RunInterruptedError(Exception):
@@ -63,14 +64,27 @@ class Run:
         preset: The name its settings came under.
         device: Where to train; chosen by itself if None.
         data: Folder of the data sets, see `bsam.experiments.data.load`.
+        compiled: Whether to train with `bsam.TrainStep`; by default on CUDA only, as compiling takes a minute.
+        dataset: The data, where it is loaded already.
     """
 
     def __init__(
-        self, folder: Path, config: Config, seed: int, *, preset: str, device: str | None, data: Path | None
+        self,
+        folder: Path,
+        config: Config,
+        seed: int,
+        *,
+        preset: str,
+        device: str | None,
+        data: Path | None,
+        compiled: bool | None = None,
+        dataset: Dataset | None = None,
     ) -> None:
         self.folder, self.config, self.seed, self.preset = folder, config, seed, preset
         self.device = choose_device(device)
-        dataset = load(config.dataset, data, device=self.device, validation=config.validation)
+        self.compiled = self.device.type == "cuda" if compiled is None else compiled
+        if dataset is None:
+            dataset = load(config.dataset, data, device=self.device, validation=config.validation)
         self.trainer = Trainer(config, dataset, seed=seed)
 
     @classmethod
@@ -83,19 +97,22 @@ class Run:
         preset: str,
         device: str | None = None,
         data: Path | None = None,
+        compiled: bool | None = None,
+        dataset: Dataset | None = None,
     ) -> Run:
         """A new run; refuses a folder that holds one."""
         if (folder / "config.toml").exists():
             raise FileExistsError(
                 f"{folder} holds a run already: go on with `bsam train --resume {folder}`, or choose another --out."
             )
-        run = cls(folder, config, seed, preset=preset, device=device, data=data)
+        run = cls(folder, config, seed, preset=preset, device=device, data=data, compiled=compiled, dataset=dataset)
         folder.mkdir(parents=True, exist_ok=True)
         origin = {
             "preset": preset,
             "seed": seed,
             "device": device,
             "data": None if data is None else str(data.resolve()),
+            "compiled": compiled,
         }
         head = "".join(f"{name} = {toml_value(value)}\n" for name, value in origin.items() if value is not None)
         path = folder / "config.toml"
@@ -108,7 +125,9 @@ class Run:
         return run
 
     @classmethod
-    def resume(cls, folder: Path, *, device: str | None = None, data: Path | None = None) -> Run:
+    def resume(
+        cls, folder: Path, *, device: str | None = None, data: Path | None = None, dataset: Dataset | None = None
+    ) -> Run:
         """The run in `folder`, at its last checkpoint, or at its beginning if there is none."""
         path = folder / "config.toml"
         if not path.is_file():
@@ -118,16 +137,29 @@ class Run:
             config, seed, preset = from_mapping(content["config"]), content["seed"], content["preset"]
         device = device or content.get("device")
         data = data or remembered_data(folder)
-        run = cls(folder, config, seed, preset=preset, device=device, data=data)
+        run = cls(
+            folder,
+            config,
+            seed,
+            preset=preset,
+            device=device,
+            data=data,
+            compiled=content.get("compiled"),
+            dataset=dataset,
+        )
         if run.checkpoint.exists():
-            state = load_checkpoint(run.checkpoint)
-            with _naming(run.checkpoint):
-                same = from_mapping(state["config"]) == config and state["seed"] == run.seed
-            if not same:
-                raise ValueError(f"{run.checkpoint} belongs to other settings than {path}: one of them was changed.")
-            with _naming(run.checkpoint):
-                run.trainer.load_state(state)
+            run.load_state(load_checkpoint(run.checkpoint), run.checkpoint)
         return run
+
+    def load_state(self, state: dict[str, Any], path: Path) -> None:
+        """Go where the checkpoint that was read from `path` was taken."""
+        with _naming(path):
+            same = from_mapping(state["config"]) == self.config and state["seed"] == self.seed
+        if not same:
+            where = self.folder / "config.toml"
+            raise ValueError(f"{path} belongs to other settings than {where}: one of them was changed.")
+        with _naming(path):
+            self.trainer.load_state(state)
 
     @property
     def checkpoint(self) -> Path:
@@ -157,36 +189,9 @@ class Run:
             RunInterruptedError: SIGINT or SIGTERM arrived; the run is saved.
             OSError: A file could not be written, say because the disk is full; the last checkpoint is kept.
         """
-        with _locked(self.folder / "config.toml"):
-            try:
-                remove_leftovers(self.folder)
-                self._train(every_minutes, every_epochs, on_step)
-            except OSError as error:
-                sentence = f"{error.strerror or error}. Then go on with: {_resume_command(self.folder)}"
-                raise OSError(error.errno, sentence) from error
-
-    def _train(self, every_minutes: float, every_epochs: int | None, on_step: Callable[[Trainer], None]) -> None:
-        trainer = self.trainer
-        self._write_log()  # drops lines of epochs after the checkpoint, which will be trained again
-        saved = time.monotonic()
-        with _signals_kept() as arrived:
-            for _ in trainer.steps():
-                on_step(trainer)
-                epoch_done = trainer.batch == 0
-                if epoch_done:
-                    self._write_log()
-                due = time.monotonic() - saved > 60 * every_minutes
-                due |= epoch_done and every_epochs is not None and trainer.epoch % every_epochs == 0
-                if due or arrived:
-                    self.save()
-                    saved = time.monotonic()
-                if arrived:
-                    raise RunInterruptedError(self.folder, arrived[0])
-            self.save()
-            if arrived:
-                raise RunInterruptedError(self.folder, arrived[0])
-            trainer.posterior().save(self.folder / "posterior.safetensors")
-            self._write_record()
+        train_runs(
+            [self], self.folder, self.save, every_minutes=every_minutes, every_epochs=every_epochs, on_step=on_step
+        )
 
     def save(self) -> None:
         """Write a checkpoint."""
@@ -196,17 +201,82 @@ class Run:
         lines = [to_json(entry) + "\n" for entry in self.trainer.log]
         write_text(self.folder / "log.jsonl", "".join(lines))
 
-    def _write_record(self) -> None:
+    def _write_record(self, together: int) -> None:
         record = {
             "preset": self.preset,
             "seed": self.seed,
             "config": dataclasses.asdict(self.config),
             "seconds": round(self.trainer.seconds, 2),
             "final_loss": self.trainer.log[-1]["loss"],
+            "engine": {"compiled": self.compiled, "seeds_together": together},
             "environment": environment(self.device),
             "evaluations": {},
         }
         write_json(self.folder / "record.json", record)
+
+
+def train_runs(
+    runs: list[Run],
+    folder: Path,
+    save: Callable[[], None],
+    *,
+    every_minutes: float,
+    every_epochs: int | None,
+    on_step: Callable[[Trainer], None],
+) -> None:
+    """Train runs that differ in their seeds only to the end, as `Run.train` does.
+
+    Args:
+        runs: The runs.
+        folder: What to resume.
+        save: Writes the checkpoint of all of them.
+        every_minutes: See `Run.train`.
+        every_epochs: See `Run.train`.
+        on_step: See `Run.train`.
+    """
+    with contextlib.ExitStack() as locks:
+        for run in runs:
+            locks.enter_context(_locked(run.folder / "config.toml"))
+        try:
+            remove_leftovers(folder)
+            _train_locked(runs, folder, save, every_minutes, every_epochs, on_step)
+        except OSError as error:
+            sentence = f"{error.strerror or error}. Then go on with: {_resume_command(folder)}"
+            raise OSError(error.errno, sentence) from error
+
+
+def _train_locked(
+    runs: list[Run],
+    folder: Path,
+    save: Callable[[], None],
+    every_minutes: float,
+    every_epochs: int | None,
+    on_step: Callable[[Trainer], None],
+) -> None:
+    trainer = runs[0].trainer
+    for run in runs:
+        run._write_log()  # drops lines of epochs after the checkpoint, which will be trained again
+    saved = time.monotonic()
+    with _signals_kept() as arrived:
+        for _ in train_together([run.trainer for run in runs], compiled=runs[0].compiled):
+            on_step(trainer)
+            epoch_done = trainer.batch == 0
+            if epoch_done:
+                for run in runs:
+                    run._write_log()
+            due = time.monotonic() - saved > 60 * every_minutes
+            due |= epoch_done and every_epochs is not None and trainer.epoch % every_epochs == 0
+            if due or arrived:
+                save()
+                saved = time.monotonic()
+            if arrived:
+                raise RunInterruptedError(folder, arrived[0])
+        save()
+        if arrived:
+            raise RunInterruptedError(folder, arrived[0])
+        for run in runs:
+            run.trainer.posterior().save(run.folder / "posterior.safetensors")
+            run._write_record(together=len(runs))
 
 
 def remembered_data(folder: Path) -> Path | None:

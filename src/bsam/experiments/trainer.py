@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from torch import Tensor
 
 import bsam
 from bsam.experiments.config import Config
-from bsam.experiments.data import Dataset, epoch_batches, epoch_length, plain_batches
+from bsam.experiments.data import Dataset, epoch_length, plain_batches, stacked_batches
 from bsam.experiments.methods import make_optimizer
 from bsam.experiments.models import make_model
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "train_together"]
 
 
 class Trainer:
@@ -59,42 +59,24 @@ class Trainer:
 
     def steps(self) -> Iterator[None]:
         """Train to the end; yields after each step, when it may be saved or left."""
-        while self.epoch < self.config.total_epochs:
-            self._set_rates()
-            self.model.train()
-            begin = time.perf_counter()
-            batches = epoch_batches(
-                self.dataset,
-                self.config.batch_size,
-                seed=self.seed,
-                epoch=self.epoch,
-                augment=self.config.augment,
-                drop_last=self.config.drop_last,
-                start_batch=self.batch,
-            )
-            for x, y in batches:
-                self._step(x, y)
-                self.batch += 1
-                self.seconds += time.perf_counter() - begin
-                yield
-                begin = time.perf_counter()
-            self._finish_epoch()
-            yield
+        return train_together([self])
 
-    def _step(self, x: Tensor, y: Tensor) -> None:
-        if self.config.channels_last and x.dim() == 4:
-            x = x.to(memory_format=torch.channels_last)
+    def _step(self, x: Tensor, y: Tensor) -> Tensor:
         if isinstance(self.optimizer, bsam.BSAM | bsam.SAM | bsam.VOGN):
-            loss = self.optimizer.step(self._loss, x, y)
-        else:
-            self.optimizer.zero_grad()
-            loss = self._loss(x, y)
-            torch.autograd.backward(loss)
-            self.optimizer.step()
+            return self.optimizer.step(self._loss, x, y)
+        self.optimizer.zero_grad()
+        loss = self._loss(x, y)
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+        return loss.detach()
+
+    def _count(self, loss: Tensor, size: int) -> None:
+        """Note that a step was taken."""
         if self.collector is not None and self.epoch >= self.config.epochs:
             self.collector.step()
-        self._loss_sum += loss.detach() * len(x)
-        self._examples += len(x)
+        self._loss_sum += loss * size
+        self._examples += size
+        self.batch += 1
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
         autocast = self.config.precision == "bfloat16"
@@ -174,6 +156,58 @@ class Trainer:
         self.log = list(state["log"])
         self._loss_sum = state["loss_sum"].to(self.dataset.device)
         self._examples = state["examples"]
+
+
+def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> Iterator[None]:
+    """Train runs that differ in their seeds only, step by step; yields after each, when they may be saved or left.
+
+    Args:
+        trainers: All at the same place of the same settings.
+        compiled: Take the steps of all of them as one, by `bsam.TrainStep`; otherwise one after the other.
+    """
+    first = trainers[0]
+    config, dataset = first.config, first.dataset
+    step: bsam.TrainStep | None = None
+    while first.epoch < config.total_epochs:
+        begin = time.perf_counter()
+        for trainer in trainers:
+            trainer._set_rates()
+            trainer.model.train()
+        batches = stacked_batches(
+            dataset,
+            config.batch_size,
+            seeds=[trainer.seed for trainer in trainers],
+            epoch=first.epoch,
+            augment=config.augment,
+            drop_last=config.drop_last,
+            start_batch=first.batch,
+        )
+        for x, y in batches:
+            if config.channels_last and x.dim() == 5:
+                x = x.flatten(0, 1).to(memory_format=torch.channels_last).unflatten(0, x.shape[:2])
+            if compiled and step is None and x.shape[1] == config.batch_size:
+                step = _compile(trainers, x, y)
+            if step is None:
+                losses = [trainer._step(x[i], y[i]) for i, trainer in enumerate(trainers)]
+            else:
+                losses = list(step(x, y))
+            for trainer, loss in zip(trainers, losses, strict=True):
+                trainer._count(loss, x.shape[1])
+                trainer.seconds += (time.perf_counter() - begin) / len(trainers)
+            yield
+            begin = time.perf_counter()
+        for trainer in trainers:
+            trainer._finish_epoch()
+        yield
+
+
+def _compile(trainers: Sequence[Trainer], x: Tensor, y: Tensor) -> bsam.TrainStep:
+    return bsam.TrainStep(
+        [trainer.optimizer for trainer in trainers],
+        [trainer._loss for trainer in trainers],
+        (x, y),
+        module=[trainer.model for trainer in trainers],
+    )
 
 
 def _check_fits(config: Config, dataset: Dataset) -> None:

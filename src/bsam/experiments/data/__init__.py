@@ -1,6 +1,6 @@
 """Data sets: read from a folder or downloaded, checked, put on the device, and cut into batches there."""
 
-from bsam.experiments.data.batches import epoch_batches, epoch_length, plain_batches
+from bsam.experiments.data.batches import epoch_batches, epoch_length, plain_batches, stacked_batches
 from bsam.experiments.data.download import data_folder
 from bsam.experiments.data.embedded import Labelled, Split, digits, two_moons
 from bsam.experiments.data.loading import Dataset, load
@@ -18,5 +18,6 @@ __all__ = [
     "epoch_length",
     "load",
     "plain_batches",
+    "stacked_batches",
     "two_moons",
 ]

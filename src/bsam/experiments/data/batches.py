@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from bsam.experiments.data.embedded import Labelled
 from bsam.experiments.data.loading import Dataset
 
-__all__ = ["crop_and_flip", "epoch_batches", "epoch_length", "plain_batches"]
+__all__ = ["crop_and_flip", "epoch_batches", "epoch_length", "plain_batches", "stacked_batches"]
 
 PADDING = 4
 
@@ -56,26 +56,47 @@ def epoch_batches(
         drop_last: Leave out a last batch that is smaller than the others.
         start_batch: Begin with this batch, counted from 0, to go on in the middle of an epoch.
     """
+    batches = stacked_batches(
+        dataset, batch_size, seeds=[seed], epoch=epoch, augment=augment, drop_last=drop_last, start_batch=start_batch
+    )
+    return ((x[0], y[0]) for x, y in batches)
+
+
+def stacked_batches(
+    dataset: Dataset,
+    batch_size: int,
+    *,
+    seeds: Sequence[int],
+    epoch: int,
+    augment: bool = False,
+    drop_last: bool = False,
+    start_batch: int = 0,
+) -> Iterator[Labelled]:
+    """The batches of `epoch_batches` for several seeds, stacked along a new dimension 0."""
     images, labels = dataset.train
     num_batches = epoch_length(dataset, batch_size, augment=augment, drop_last=drop_last)
     if not 0 <= start_batch <= num_batches:
         raise ValueError(f"start_batch={start_batch} must be from 0 to {num_batches}, the batches of an epoch.")
-
-    digest = hashlib.blake2b(struct.pack("<2q", seed, epoch), digest_size=8, person=b"batches").digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
-    order = torch.randperm(len(images), generator=generator)
-    shifts = torch.randint(-PADDING, PADDING + 1, (2, len(images)), generator=generator)
-    mirrored = torch.randint(2, (len(images),), generator=generator)
-    order, (down, right), mirrored = (t.to(dataset.device) for t in (order, shifts, mirrored))
+    drawn = [_draw_epoch(len(images), seed, epoch) for seed in seeds]
+    order, down, right, mirrored = (torch.stack(column).to(dataset.device) for column in zip(*drawn, strict=True))
 
     def batches() -> Iterator[Labelled]:
         for k in range(start_batch, num_batches):
             part = slice(k * batch_size, (k + 1) * batch_size)
-            index = order[part]
-            x = crop_and_flip(images, index, down[part], right[part], mirrored[part]) if augment else images[index]
-            yield dataset.normalise(x), labels[index]
+            index, *window = (t[:, part].flatten() for t in (order, down, right, mirrored))
+            x = dataset.normalise(crop_and_flip(images, index, *window) if augment else images[index])
+            yield x.unflatten(0, (len(seeds), -1)), labels[index].unflatten(0, (len(seeds), -1))
 
     return batches()
+
+
+def _draw_epoch(num_data: int, seed: int, epoch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Order of the examples, how far their windows move down and to the right, and whether they are mirrored."""
+    digest = hashlib.blake2b(struct.pack("<2q", seed, epoch), digest_size=8, person=b"batches").digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+    order = torch.randperm(num_data, generator=generator)
+    down, right = torch.randint(-PADDING, PADDING + 1, (2, num_data), generator=generator)
+    return order, down, right, torch.randint(2, (num_data,), generator=generator)
 
 
 def crop_and_flip(images: Tensor, index: Tensor, down: Tensor, right: Tensor, mirrored: Tensor) -> Tensor:

@@ -1,0 +1,111 @@
+"""Several seeds of one configuration, trained together as one process and one compiled step.
+
+seed0, seed1, ...      a folder for each seed, as of a run trained alone
+stack.toml             which seeds
+stack.safetensors      everything to go on with, until all are done
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
+from bsam.experiments.config import Config
+from bsam.experiments.data import load
+from bsam.experiments.runs import Run, choose_device, train_runs
+from bsam.experiments.trainer import Trainer
+from bsam.files import write_text
+
+__all__ = ["Stack"]
+
+
+class Stack:
+    """Runs that differ in their seeds only, and the folder they share."""
+
+    def __init__(self, folder: Path, runs: list[Run]) -> None:
+        self.folder, self.runs = folder, runs
+
+    @classmethod
+    def start(
+        cls,
+        folder: Path,
+        config: Config,
+        seeds: Sequence[int],
+        *,
+        preset: str,
+        device: str | None = None,
+        data: Path | None = None,
+    ) -> Stack:
+        """New runs; refuses folders that hold some."""
+        if (folder / "stack.toml").exists():
+            raise FileExistsError(
+                f"{folder} holds runs already: bsam train --resume {folder}, or choose another --out."
+            )
+        dataset = load(config.dataset, data, device=choose_device(device), validation=config.validation)
+        runs = [
+            Run.start(
+                folder / f"seed{seed}",
+                config,
+                seed,
+                preset=preset,
+                device=device,
+                data=data,
+                compiled=True,
+                dataset=dataset,
+            )
+            for seed in seeds
+        ]
+        write_text(folder / "stack.toml", f"seeds = {list(seeds)}\n")
+        return cls(folder, runs)
+
+    @classmethod
+    def resume(cls, folder: Path, *, device: str | None = None, data: Path | None = None) -> Stack:
+        """The runs in `folder`, at their last checkpoint, or at their beginning if there is none."""
+        path = folder / "stack.toml"
+        try:
+            seeds = tomllib.loads(path.read_text(encoding="utf-8"))["seeds"]
+            folders = [folder / f"seed{int(seed)}" for seed in seeds]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} does not list the seeds of runs: {error}") from error
+        first = Run.resume(folders[0], device=device, data=data)
+        rest = [Run.resume(each, device=device, data=data, dataset=first.trainer.dataset) for each in folders[1:]]
+        stack = cls(folder, [first, *rest])
+        if stack.checkpoint.exists():
+            state = load_checkpoint(stack.checkpoint)
+            if state.get("seeds") != seeds or len(state.get("runs", ())) != len(seeds):
+                raise ValueError(f"{stack.checkpoint} belongs to other runs than {path}: one of them was changed.")
+            for run, each in zip(stack.runs, state["runs"], strict=True):
+                run.load_state(each, stack.checkpoint)
+        return stack
+
+    @property
+    def checkpoint(self) -> Path:
+        """The file to go on from."""
+        return self.folder / "stack.safetensors"
+
+    @property
+    def finished(self) -> bool:
+        """Whether all have written their records."""
+        return all(run.finished and (run.folder / "record.json").exists() for run in self.runs)
+
+    def save(self) -> None:
+        """Write one checkpoint of all runs: they stay together whenever the process is killed."""
+        runs = [run.trainer.state() for run in self.runs]
+        save_checkpoint(self.checkpoint, {"seeds": [run.seed for run in self.runs], "runs": runs})
+
+    def train(
+        self,
+        *,
+        every_minutes: float = 5.0,
+        every_epochs: int | None = None,
+        on_step: Callable[[Trainer], None] = lambda trainer: None,
+    ) -> None:
+        """Train to the end, see `Run.train`; each run is then one like those trained alone."""
+        train_runs(
+            self.runs, self.folder, self.save, every_minutes=every_minutes, every_epochs=every_epochs, on_step=on_step
+        )
+        for run in self.runs:
+            run.save()
+        self.checkpoint.unlink()
