@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bsam.batch_norm import recalibrate_batch_norm, running_statistics
-from bsam.forward import Forward, OutputModel, inputs_and_labels, moved
+from bsam.forward import Forward, OutputModel, inputs_and_labels, map_tensors, moved
 from bsam.posterior.base import Posterior, clean_names, named_parameters
 from bsam.prediction.averages import Average
 
@@ -40,6 +40,7 @@ class Passes:
         vectorise: bool | None,
         device: torch.device,
         recalibrate: Iterable[Any] | None,
+        compile: bool = False,
     ) -> None:
         self._model = OutputModel(model, forward)
         self._posterior, self._num_samples, self._seed, self._device = posterior, num_samples, seed, device
@@ -60,6 +61,9 @@ class Passes:
         vectorised = _launch_bound(device) if vectorise is None else vectorise
         self.computed_by = "mean" if not self._parameters else "vmap" if vectorised else "loop"
         self._forced = vectorise is True
+        self._compile = compile
+        self._programs: dict[Any, _Program] = {}
+        """Compiled passes, by the shapes they were made for."""
         self._checked = False
 
     def average(self, inputs: Any, start: Callable[[], Average]) -> dict[str, Tensor | None]:
@@ -68,7 +72,8 @@ class Passes:
             try:
                 if not (self._forced or self._checked):
                     self._check_vmap(inputs)
-                return _columns(start(), (self._vmapped(stack, inputs) for stack in self._stacks()))
+                run = self._compiled if self._compile else self._vmapped
+                return _columns(start(), (run(stack, inputs) for stack in self._stacks()))
             except Exception as error:
                 # What vmap cannot do comes out in many ways. A mistake of the user's will come again in the loop.
                 if self._forced:
@@ -130,6 +135,22 @@ class Passes:
             outputs: Tensor = torch.vmap(run)(stack)
         return outputs
 
+    def _compiled(self, stack: dict[str, Tensor], inputs: Any) -> Tensor:
+        """`_vmapped`, compiled for the shapes of this batch."""
+        tensors: list[Tensor] = []
+        structure = map_tensors(lambda t: tensors.append(t) or (tuple(t.shape), t.dtype), inputs)
+        key = (_num_samples(stack), repr(structure))
+        if key not in self._programs:
+            names = list(stack)
+
+            def run(*flat: Tensor) -> list[Tensor]:
+                rows = iter(flat[len(names) :])
+                weights = dict(zip(names, flat, strict=False))
+                return [self._vmapped(weights, map_tensors(lambda _: next(rows), inputs))]
+
+            self._programs[key] = _Program(run, [*stack.values(), *tensors])
+        return self._programs[key]([*stack.values(), *tensors])
+
     def _write(self, stack: dict[str, Tensor], i: int) -> None:
         for name, values in stack.items():
             self._tensors[name].copy_(values[i])
@@ -154,6 +175,29 @@ class Passes:
         if not torch.allclose(handed, written, rtol=0, atol=tolerance, equal_nan=True):
             raise RuntimeError("the model does not use the weights that torch.func.functional_call hands to it")
         self._checked = True
+
+
+class _Program:
+    """A compiled function of tensors that are copied to where it reads them, captured in a CUDA graph on CUDA."""
+
+    def __init__(self, function: Callable[..., list[Tensor]], inputs: list[Tensor]) -> None:
+        from bsam.engine.tracing import Captured, compile_function
+
+        self._inputs = [t.clone() for t in inputs]
+        self._seen: list[Tensor] = []
+        compiled = compile_function(function, self._inputs)
+        device = inputs[0].device
+        self._run: Callable[[], Sequence[Tensor]] = lambda: compiled(*self._inputs)
+        if device.type == "cuda":
+            self._run = Captured(self._run, device, undo=lambda: None)
+
+    def __call__(self, inputs: list[Tensor]) -> Tensor:
+        """The output; it is overwritten by the next call."""
+        for i, (buffer, tensor) in enumerate(zip(self._inputs, inputs, strict=True)):
+            if not self._seen or self._seen[i] is not tensor:  # weights stay from batch to batch
+                buffer.copy_(tensor)
+        self._seen = inputs
+        return self._run()[0]
 
 
 def _launch_bound(device: torch.device) -> bool:

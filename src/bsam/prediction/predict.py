@@ -52,6 +52,7 @@ def predict(
     forward: Forward | None = ...,
     vectorise: bool | None = ...,
     recalibrate: Any = ...,
+    compile: bool = ...,
     progress: bool | None = ...,
 ) -> Predictions: ...
 
@@ -71,6 +72,7 @@ def predict(
     forward: Forward | None = ...,
     vectorise: bool | None = ...,
     recalibrate: Any = ...,
+    compile: bool = ...,
     progress: bool | None = ...,
 ) -> GaussianPredictions: ...
 
@@ -89,6 +91,7 @@ def predict(
     forward: Forward | None = None,
     vectorise: bool | None = None,
     recalibrate: Any = None,
+    compile: bool = False,
     progress: bool | None = None,
 ) -> Predictions | GaussianPredictions:
     """Predict with the average over samples of a posterior.
@@ -120,6 +123,8 @@ def predict(
         recalibrate: Data, as above, from which BatchNorm's statistics are estimated anew at each sample, as
             `bsam.recalibrate_batch_norm` does: training data, whose labels are ignored. It is read once a sample,
             so no generator. None: the posterior's own buffers, which are those of its mean.
+        compile: Compile the vmapped pass, and capture it on CUDA: pays for many batches of one size, as compiling takes
+            tens of seconds.
         progress: Show a progress bar (if `rich` is installed). None: where stderr is a terminal, after two seconds.
 
     Returns:
@@ -152,6 +157,7 @@ def predict(
             vectorise=vectorise,
             device=device,
             recalibrate=calibration,
+            compile=compile,
         )
 
         def average(inputs: Any, labels: Any) -> dict[str, Tensor | None]:
