@@ -134,4 +134,5 @@ def draw_data_sets(result: DataSets, figure: Figure) -> None:
         axes.axhline(0, color=BLACK, lw=1)
         axes.set_title(f"prior N(0, {'' if prior_precision == 1 else f'{1 / prior_precision:g} '}I)", fontsize=10)
         axes.set(xlabel="mean confidence of exact Bayes", ylabel="method minus exact Bayes")
+    panels[0].set_ylim(bottom=-0.24)  # room for the legend
     panels[0].legend(fontsize=8, loc="lower left")
