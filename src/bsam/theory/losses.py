@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from scipy.special import expit  # type: ignore[import-untyped]
 
 from bsam.theory.gaussian import Array
 
@@ -227,10 +228,10 @@ def logistic_regression(features: ArrayLike, labels: ArrayLike) -> Loss:
         return np.asarray(np.logaddexp(0, -theta @ yx.T).sum(-1))
 
     def gradient(theta: Array) -> Array:
-        return np.asarray(-_sigmoid(-theta @ yx.T) @ yx)
+        return np.asarray(-expit(-theta @ yx.T) @ yx)
 
     def hessian(theta: Array) -> Array:
-        p = _sigmoid(theta @ yx.T)
+        p = expit(theta @ yx.T)
         return np.asarray(
             ((p * (1 - p)) @ (x[:, :, None] * x[:, None, :]).reshape(len(x), -1)).reshape(*theta.shape, -1)
         )
@@ -266,7 +267,3 @@ def separable_data(num_data: int = 60, seed: int = 0) -> tuple[Array, Array]:
     positive = np.array([1.0, 2.5]) + 0.5 * generator.standard_normal((half, 2))
     negative = np.array([-2.5, -0.5]) + 0.8 * generator.standard_normal((num_data - half, 2))
     return np.concatenate([positive, negative]), np.repeat([1.0, -1.0], [half, num_data - half])
-
-
-def _sigmoid(z: Array) -> Array:
-    return np.exp(-np.logaddexp(0, -z))

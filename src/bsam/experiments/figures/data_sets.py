@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from scipy.special import expit  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from bsam.experiments.figures.logistic import Gaussian, Settings, exact_predictive, predictive, sigmoid, train_bsam
+from bsam.experiments.figures.logistic import Gaussian, Settings, exact_predictive, predictive, train_bsam
 from bsam.experiments.figures.style import BLACK, BLUE, GREEN, RED
 from bsam.experiments.figures.threads import one_thread
 from bsam.optim.sam import perturbation
@@ -78,12 +79,12 @@ def _is_separable(yx: Array) -> bool:
 
 def _confidences(yx: Array, points: Array, settings: Settings) -> dict[str, Array]:
     point, (mean, variances) = _train_sam(torch.from_numpy(yx), settings), _train_bsam(torch.from_numpy(yx), settings)
-    p = sigmoid(np.einsum("snd,sd->sn", yx, point))
+    p = expit(np.einsum("snd,sd->sn", yx, point))
     precision = np.einsum("sn,snd->sd", p * (1 - p), yx**2) + settings.prior_precision
     found: dict[str, list[Array]] = {name: [] for name in ("exact", *TITLES)}
     for i, one in enumerate(yx):
         found["exact"].append(_exact(one, points, settings.prior_precision))
-        found["sam"].append(sigmoid(points @ point[i]))
+        found["sam"].append(expit(points @ point[i]))
         found["bsam"].append(predictive(points, Gaussian(mean[i], np.diag(variances[i]))))
         found["laplace"].append(predictive(points, Gaussian(point[i], np.diag(1 / precision[i]))))
     return {name: np.abs(np.array(maps) - 0.5).mean(1) + 0.5 for name, maps in found.items()}

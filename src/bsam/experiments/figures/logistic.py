@@ -34,6 +34,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from scipy.optimize import minimize  # type: ignore[import-untyped]
+from scipy.special import expit  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 import bsam
@@ -53,7 +54,6 @@ __all__ = [
     "draw_posterior",
     "exact_predictive",
     "predictive",
-    "sigmoid",
     "stationary_precision",
     "train_bsam",
 ]
@@ -203,7 +203,7 @@ def compute_logistic(settings: Settings = Settings()) -> Logistic:  # noqa: B008
 
     model = _train_sam(x, y, settings)
     point = model.weight.detach().numpy().ravel().copy()
-    maps["sam"] = as_map(sigmoid(points @ point))
+    maps["sam"] = as_map(expit(points @ point))
     posterior = bsam.laplace(model, "bernoulli", (x, y), prior_precision=settings.prior_precision, curvature="hessian")
     predictions = bsam.predict_linearised(model, posterior, inputs, likelihood="bernoulli", batch_size=4096)
     maps["laplace"], gaussians["laplace"] = as_map(predictions.probs[:, 1]), _gaussian_of(posterior)
@@ -241,22 +241,17 @@ def compute_logistic(settings: Settings = Settings()) -> Logistic:  # noqa: B008
     )
 
 
-def sigmoid(z: Array) -> Array:
-    """1 / (1 + exp(-z)), for z of any size."""
-    return np.exp(-np.logaddexp(0, -z))
-
-
 def exact_predictive(points: Array, weights: Array, mass: Array) -> Array:
     """p(y = 1) at each point, averaged over weights with these masses."""
     likely = mass > 1e-9 * mass.max()
     mass = mass[likely] / mass[likely].sum()
-    return np.concatenate([sigmoid(part @ weights[likely].T) @ mass for part in np.array_split(points, 40)])
+    return np.concatenate([expit(part @ weights[likely].T) @ mass for part in np.array_split(points, 40)])
 
 
 def predictive(points: Array, q: Gaussian) -> Array:
     """p(y = 1) at each point, averaged over a Gaussian of the weights."""
     variance = ((points @ q.covariance) * points).sum(1)
-    return np.asarray(expectation(sigmoid, points @ q.mean, variance, tolerance=1e-6).value)
+    return np.asarray(expectation(expit, points @ q.mean, variance, tolerance=1e-6).value)
 
 
 def _mean_loss(model: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
