@@ -29,7 +29,7 @@ from bsam.optim.sam import perturbation
 from bsam.theory.gaussian import Array
 from bsam.theory.losses import murphy_data
 
-__all__ = ["DataSets", "compute_data_sets", "draw_data_sets"]
+__all__ = ["DataSets", "compute_data_sets", "draw_data_sets", "prior_name"]
 
 TITLES = {"sam": "SAM, point estimate", "bsam": "bSAM", "laplace": "SAM + Laplace"}
 
@@ -122,6 +122,11 @@ def _train_bsam(yx: Tensor, settings: Settings) -> tuple[Array, Array]:
     return w.detach().numpy(), 1 / (N * optimizer.state[w]["unit_precision"]).numpy()
 
 
+def prior_name(prior_precision: float) -> str:
+    """N(0, v I), with v left out where it is 1."""
+    return "N(0, I)" if prior_precision == 1 else f"N(0, {1 / prior_precision:g} I)"
+
+
 def draw_data_sets(result: DataSets, figure: Figure) -> None:
     """By how much each method is more confident than exact Bayes; filled where the data are separable."""
     panels = figure.subplots(1, len(result.confidence))
@@ -133,7 +138,7 @@ def draw_data_sets(result: DataSets, figure: Figure) -> None:
             for chosen, face, label in ((result.separable, colour, TITLES[method]), (~result.separable, "none", None)):
                 axes.scatter(found["exact"][chosen], excess[chosen], facecolors=face, label=label, **options)
         axes.axhline(0, color=BLACK, lw=1)
-        axes.set_title(f"prior N(0, {'' if prior_precision == 1 else f'{1 / prior_precision:g} '}I)", fontsize=10)
+        axes.set_title(f"prior {prior_name(prior_precision)}", fontsize=10)
         axes.set(xlabel="mean confidence of exact Bayes", ylabel="method minus exact Bayes")
     panels[0].set_ylim(bottom=-0.24)  # room for the legend
     panels[0].legend(fontsize=8, loc="lower left")

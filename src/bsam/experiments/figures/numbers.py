@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bsam.experiments.figures.data_sets import DataSets, compute_data_sets
+from bsam.experiments.figures.data_sets import DataSets, compute_data_sets, prior_name
 from bsam.experiments.figures.logistic import METHODS, Logistic, compute_logistic
 from bsam.experiments.figures.moons import Moons, compute_moons
 from bsam.experiments.figures.objectives import (
@@ -156,7 +156,7 @@ def markdown(record: dict[str, Any]) -> dict[str, str]:
     sets.append("|---|---|---|---|---|---|---|---|")
     for row in record["data_sets"]:
         count, over = row["num_sets"], row["overconfident"]
-        cells = [f"N(0, I / {row['prior_precision']:g})", f"{count}, {'' if row['separable'] else 'not '}separable"]
+        cells = [prior_name(row["prior_precision"]), f"{count}, {'' if row['separable'] else 'not '}separable"]
         cells += [f"{share / count:.0%}" for share in (over["sam"], count - over["laplace"], row["bsam_closest"])]
         cells += [f"{row['median_excess'][name]:+.4f}" for name in ("sam", "bsam", "laplace")]
         sets.append(f"| {' | '.join(cells)} |")
