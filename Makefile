@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test lint types docs format clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt tests/requirements-no-deps.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bsam needs Python 3.11 or newer, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs,experiments,theory]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement tests/requirements-no-deps.txt
 	touch $@
 
 demo: $(VENV)/.installed  ## train eight methods on digits and write report/index.html
