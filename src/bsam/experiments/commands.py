@@ -290,3 +290,6 @@ def _progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
             bar.update(task, advance=1, description=f"{what} {METHODS[method]:13}")
 
         yield advance
+
+
+from bsam.experiments.reproduce import commands as _reproduce  # noqa: E402, F401 (registers its commands on `app`)
