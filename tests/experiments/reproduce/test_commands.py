@@ -39,7 +39,8 @@ def test_a_block_is_planned_run_recorded_compared_and_not_run_again(places, tmp_
     assert done.exit_code == 0, done.output
     shown = re.sub(r"\s+", " ", done.output)
     assert "table3: The effect of Gaussian sampling. MLP on MNIST" in shown
-    assert "bSAM w/o noise ours" in shown
+    assert "bSAM w/o noise" in shown
+    assert "1 × 3 epochs" in shown
     assert "98.67 (0.04)" in shown
     assert "reduced" in shown
     assert "embedded digits" in shown

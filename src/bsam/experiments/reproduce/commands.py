@@ -92,7 +92,7 @@ def reproduce(
         comparison = compare(name, places.records)
         for found in comparison.blocks:
             if block in (None, found.name):
-                console.print(block_table(comparison, found))
+                console.print(block_table(comparison, found), end="\n\n")
     console.print(f"{BEST_NOTE}\nRecords: {places.records}", highlight=False)
     if failed:
         raise typer.Exit(1)

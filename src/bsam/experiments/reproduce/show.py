@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 TITLES = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "auroc": "AUROC ↑"}
-BEST_NOTE = "Bold: not told from the best of the block by a Welch test at 5%; one seed is not tested."
+BEST_NOTE = "Bold: not told from the best of the block by a Welch test at 5%; one seed is not tested and has no sd."
 _NOTES = {
     "full": "",
     "reduced": "Fewer epochs than the paper's runs.",
@@ -59,37 +59,24 @@ def _extent(row: Row) -> str:
 
 
 def block_table(comparison: Comparison, block: Block) -> Table:
-    """A block: three lines a row."""
+    """A block; of each row three lines: ours, the paper's, the difference and its mark."""
     scales = {row.scale for row in block.rows if row.scale}
-    notes = " ".join(note for scale in sorted(scales) if (note := scale_note(scale)))
     table = Table(
         title=f"{comparison.table}: {comparison.title}. {block.title}",
-        caption=notes or None,
+        caption=" ".join(scale_note(scale) for scale in sorted(scales)) or None,
         box=box.SIMPLE,
-        padding=(0, 1, 0, 0),
+        show_edge=False,
+        padding=(0, 1, 0, 0),  # fits 80 columns
     )
-    table.add_column("method", no_wrap=True)
-    table.add_column("")
+    table.add_column("ours", no_wrap=True)
     for title in TITLES.values():
         table.add_column(title, justify="right", no_wrap=True)
     for row in block.rows:
-        columns = [_lines(cell) for cell in row.cells]
-        ours = [
-            f"[bold]{lines[0]}[/bold]" if cell.best else lines[0]
-            for lines, cell in zip(columns, row.cells, strict=True)
-        ]
-        table.add_row(row.label, "ours", *ours)
-        table.add_row(
-            f"[dim]{row.seeds} seeds[/dim]" if row.seeds != 1 else "[dim]1 seed[/dim]",
-            "paper",
-            *(lines[1] for lines in columns),
-        )
-        table.add_row(
-            f"[dim]{row.epochs} epochs[/dim]" if row.epochs else "",
-            "",
-            *(lines[2] for lines in columns),
-            end_section=True,
-        )
+        ours, paper, verdicts = zip(*(_lines(cell) for cell in row.cells), strict=True)
+        bold = [f"[bold]{text}[/bold]" if cell.best else text for text, cell in zip(ours, row.cells, strict=True)]
+        table.add_row(row.label, *bold)
+        table.add_row("[dim]paper[/dim]", *paper)
+        table.add_row(f"[dim]{row.seeds} × {row.epochs} epochs[/dim]" if row.seeds else "", *verdicts, end_section=True)
     return table
 
 
@@ -127,8 +114,7 @@ def comparison_markdown(comparison: Comparison) -> str:
             name = f"{row.label}<br>{_extent(row)}" if row.seeds else row.label
             lines.append(f"| {name} | {' | '.join(_markdown(cell) for cell in row.cells)} |")
         parts.append("\n".join(lines))
-        scales = {row.scale for row in block.rows if row.scale}
-        parts += [note for scale in sorted(scales) if (note := scale_note(scale))]
+        parts += filter(None, (scale_note(scale) for scale in sorted({row.scale for row in block.rows if row.scale})))
     return "\n\n".join(parts)
 
 
