@@ -76,14 +76,14 @@ def test_a_folder_with_another_run_is_refused(tmp_path):
 
 def test_a_killed_worker_costs_nothing_but_time(tmp_path):
     """SIGKILL in the middle of a run: another worker goes on from the checkpoint, to the same numbers."""
-    whole, killed = (make_task(tmp_path / name, epochs=6, splits=4) for name in ("whole", "killed"))
+    whole, killed = (make_task(tmp_path / name, epochs=12, splits=4) for name in ("whole", "killed"))
     execute(whole, nothing, device="cpu")
     work = functools.partial(execute, device="cpu", save_minutes=0.001)
     shares, dead = [], []
 
     def kill(index, share):
         shares.append(share)
-        if share > 0.3 and not dead:
+        if share > 0.5 and not dead:
             (worker,) = multiprocessing.active_children()
             os.kill(worker.pid, signal.SIGKILL)
             worker.join()
