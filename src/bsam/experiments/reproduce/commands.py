@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -303,4 +302,7 @@ def _show_plan(console: Console, plan: Plan, scale: Scale, records: Path, jobs: 
 
 
 def _clock(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+    for unit, size in (("s", 1), ("min", 60), ("h", 3600)):
+        if seconds < 100 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds / 86400:.1f} days"
