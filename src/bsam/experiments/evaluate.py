@@ -60,7 +60,10 @@ def evaluate(
         figure.savefig(folder / f"reliability-{part}-{count}.png", dpi=120)
         plt.close(figure)
         results[str(count)] = summary = bsam.metrics.summary(predictions)
-        record["evaluations"].setdefault(part, {})[str(count)] = {**summary.as_dict(), "seed": seed}
+        assert predictions.labels is not None
+        bins = bsam.metrics.reliability(predictions.log_probs, predictions.labels).as_rows()
+        evaluation = {**summary.as_dict(), "reliability": bins, "seed": seed}
+        record["evaluations"].setdefault(part, {})[str(count)] = evaluation
         record["evaluations"]["environment"] = environment(dataset.device)
         write_json(path, record)
     return results
