@@ -290,3 +290,6 @@ def _progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
             bar.update(task, advance=1, description=f"{what} {METHODS[method]:13}")
 
         yield advance
+
+
+from bsam.experiments.report import command as _report  # noqa: E402, F401 - needs `app`
