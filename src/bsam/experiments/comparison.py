@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from scipy.stats import ttest_ind_from_stats
+from scipy.stats import ttest_ind_from_stats  # type: ignore[import-untyped]
 
 from bsam.experiments.paper.results import METRICS, PAPER_SEEDS, PaperBlock, PaperRow, Published, paper_tables
 from bsam.experiments.recorded import SCALES, Scale, recorded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -43,14 +43,22 @@ def same_run(name: str) -> tuple[str, ...]:
     return tuple(other for other in preset_names() if preset(other) == config)
 
 
+def is_preset(config: Config, name: str) -> bool:
+    """Whether a run had the preset's settings, on whatever arithmetic."""
+    printed = preset(name)
+    return config == replace(printed, precision=config.precision, channels_last=config.channels_last)
+
+
 def read_record(path: Path) -> Recorded:
     """Read a record, or say what is wrong with it."""
     try:
         content = json.loads(path.read_text())
         config, name = from_mapping(content["config"]), content["preset"]
-        scale = content.get("scale") or ("full" if config == preset(name) else "reduced")
+        scale = content.get("scale", "full")
         if scale not in SCALES:
             raise ValueError(f"scale {scale!r} is not one of {', '.join(SCALES)}")
+        if scale == "full" and not is_preset(config, name):
+            scale = "reduced"
         test = content["evaluations"].get("test", {})
         device = content["environment"]["device"]
         return Recorded(path, name, content["seed"], scale, config, content["seconds"], test, device)

@@ -1,0 +1,147 @@
+"""Comparisons and studies as tables: for the terminal, and in Markdown for README and docs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from bsam.experiments.comparison import Block, Cell, Comparison, Row
+from bsam.experiments.demo import DIGITS
+
+__all__ = [
+    "BEST_NOTE",
+    "TITLES",
+    "block_table",
+    "comparison_markdown",
+    "number",
+    "scale_note",
+    "study_markdown",
+    "study_table",
+]
+
+TITLES = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "auroc": "AUROC ↑"}
+BEST_NOTE = "Bold: not told from the best of the block by a Welch test at 5%; one seed is not tested."
+_NOTES = {
+    "full": "",
+    "reduced": "Fewer epochs than the paper's runs.",
+    "tiny": "Tiny: embedded digits and a small network, not the paper's data. The numbers say nothing about the paper.",
+}
+
+
+def scale_note(scale: str | None) -> str:
+    """What has to be said beside numbers of a scale."""
+    return _NOTES[scale or "full"]
+
+
+def number(metric: str, mean: float | None, sd: float | None) -> str:
+    """Mean (sd), with the metric's digits; `-` stands for what is not there."""
+    digits = DIGITS[metric]
+    if mean is None:
+        return "-"
+    return f"{mean:.{digits}f} ({'-' if sd is None else f'{sd:.{digits}f}'})"
+
+
+def _lines(cell: Cell) -> tuple[str, str, str]:
+    """Ours, the paper's, and what to think of it."""
+    difference = "" if cell.difference is None else f"{cell.difference:+.{DIGITS[cell.metric]}f} "
+    published = cell.published.printed if cell.published else "-"
+    return number(cell.metric, cell.mean, cell.sd), published, f"{difference}{cell.mark}"
+
+
+def _extent(row: Row) -> str:
+    seeds = f"{row.seeds} seed{'' if row.seeds == 1 else 's'}"
+    return f"{seeds}, {row.epochs} epochs" if row.epochs is not None else ""
+
+
+# ------------------------------------------------------------------ terminal
+
+
+def block_table(comparison: Comparison, block: Block) -> Table:
+    """A block: three lines a row."""
+    scales = {row.scale for row in block.rows if row.scale}
+    notes = " ".join(note for scale in sorted(scales) if (note := scale_note(scale)))
+    table = Table(
+        title=f"{comparison.table}: {comparison.title}. {block.title}",
+        caption=notes or None,
+        box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("method")
+    table.add_column("")
+    for title in TITLES.values():
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in block.rows:
+        columns = [_lines(cell) for cell in row.cells]
+        ours = [
+            f"[bold]{lines[0]}[/bold]" if cell.best else lines[0]
+            for lines, cell in zip(columns, row.cells, strict=True)
+        ]
+        table.add_row(row.label, "ours", *ours)
+        table.add_row(
+            f"[dim]{row.seeds} seeds[/dim]" if row.seeds != 1 else "[dim]1 seed[/dim]",
+            "paper",
+            *(lines[1] for lines in columns),
+        )
+        table.add_row(
+            f"[dim]{row.epochs} epochs[/dim]" if row.epochs else "",
+            "",
+            *(lines[2] for lines in columns),
+            end_section=True,
+        )
+    return table
+
+
+def study_table(record: dict[str, Any]) -> Table:
+    """A sweep or an ablation: a row a point."""
+    table = Table(title=record["title"], caption=scale_note(record["scale"]) or None, box=box.SIMPLE)
+    table.add_column("")
+    table.add_column(record["x"], justify="right")
+    for title in TITLES.values():
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in _study_rows(record):
+        table.add_row(*row)
+    return table
+
+
+def _study_rows(record: dict[str, Any]) -> list[list[str]]:
+    return [
+        [curve["label"], str(x), *(number(metric, *curve["metrics"][metric][i]) for metric in TITLES)]
+        for curve in record["series"]
+        for i, x in enumerate(curve["x"])
+    ]
+
+
+# ------------------------------------------------------------------ Markdown
+
+
+def comparison_markdown(comparison: Comparison) -> str:
+    """The blocks of a table: ours, the paper's, difference and mark in each cell."""
+    parts = []
+    for block in comparison.blocks:
+        parts.append(f"**{block.title}**")
+        if not any(row.seeds for row in block.rows):
+            parts.append(f"Not recorded yet: `bsam reproduce {comparison.table} --block {block.name}`.")
+            continue
+        lines = [f"| method | {' | '.join(TITLES.values())} |", f"|---{'|---' * len(TITLES)}|"]
+        for row in block.rows:
+            name = f"{row.label}<br>{_extent(row)}" if row.seeds else row.label
+            lines.append(f"| {name} | {' | '.join(_markdown(cell) for cell in row.cells)} |")
+        parts.append("\n".join(lines))
+        scales = {row.scale for row in block.rows if row.scale}
+        parts += [note for scale in sorted(scales) if (note := scale_note(scale))]
+    return "\n\n".join(parts)
+
+
+def _markdown(cell: Cell) -> str:
+    ours, paper, verdict = _lines(cell)
+    return f"{f'**{ours}**' if cell.best else ours}<br>{paper}<br>{verdict}"
+
+
+def study_markdown(record: dict[str, Any]) -> str:
+    """A sweep or an ablation."""
+    lines = [f"| | {record['x']} | {' | '.join(TITLES.values())} |", f"|---|---{'|---' * len(TITLES)}|"]
+    lines += [f"| {' | '.join(row)} |" for row in _study_rows(record)]
+    note = scale_note(record["scale"])
+    return "\n".join([*lines, *(["", note] if note else [])])

@@ -1,0 +1,87 @@
+"""How long a run will take: from records of the same run on the same kind of device, or from a few timed steps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from bsam.experiments.config import Config
+from bsam.experiments.data import DATASETS, Dataset
+from bsam.experiments.record import environment
+from bsam.experiments.recorded import recorded
+from bsam.experiments.reproduce.plan import Task
+from bsam.experiments.trainer import Trainer
+
+__all__ = ["Estimate", "estimate", "num_steps", "time_step"]
+
+_TIMED_STEPS, _ENOUGH_SECONDS = 3, 1.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of training, and where the number is from."""
+
+    seconds: float
+    source: str
+    """`records` or `timed steps`."""
+
+
+def estimate(tasks: tuple[Task, ...], records: Path, device: torch.device) -> dict[str, Estimate]:
+    """For one run under each name."""
+    here = _kind(environment(device)["device"])
+    steps: dict[Config, float] = {}
+    estimates = {}
+    for task in {task.name: task for task in tasks}.values():
+        seconds = [r.seconds for r in recorded(records, task.name, task.scale).values() if _kind(r.device) == here]
+        if seconds:
+            estimates[task.name] = Estimate(statistics.fmean(seconds), "records")
+            continue
+        key = replace(task.config, epochs=10, swag_epochs=min(1, task.config.swag_epochs), rho=0.0, lr=0.0)
+        if key not in steps:
+            steps[key] = time_step(task.config, device)
+        estimates[task.name] = Estimate(steps[key] * num_steps(task.config), "timed steps")
+    return estimates
+
+
+def _kind(device: str) -> str:
+    """A GPU's name, or CPU: how many cores and threads it has is not compared."""
+    return device.partition(",")[0]
+
+
+def num_steps(config: Config) -> int:
+    """Steps of a whole run."""
+    examples = DATASETS[config.dataset].num_train - config.validation
+    batches = examples // config.batch_size if config.drop_last else -(-examples // config.batch_size)
+    return batches * config.total_epochs
+
+
+def time_step(config: Config, device: torch.device) -> float:
+    """Seconds of one step on random images, so that no data is needed; the first step is not counted."""
+    info = DATASETS[config.dataset]
+    count = (_TIMED_STEPS + 2) * config.batch_size
+    images = torch.randint(256, (count, *info.image_shape), dtype=torch.uint8, device=device)
+    labels = torch.randint(info.num_classes, (count,), device=device)
+    mean, std = (
+        torch.tensor(values, device=device).view(-1, *[1] * (len(info.image_shape) - 1))
+        for values in (info.mean, info.std)
+    )
+    data = (images, labels)
+    steps = Trainer(config, Dataset(info, data, data, data, mean, std), seed=0).steps()
+    next(steps)
+    seconds: list[float] = []
+    while len(seconds) < _TIMED_STEPS and sum(seconds) < _ENOUGH_SECONDS:
+        _wait_for(device)
+        begin = time.perf_counter()
+        next(steps)
+        _wait_for(device)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
