@@ -25,12 +25,12 @@ from bsam.experiments.config import from_mapping
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import PAPER_SEEDS
 from bsam.experiments.recorded import recorded
-from bsam.experiments.report.diagrams import Curve, draw_curves, draw_reliability
+from bsam.experiments.report.diagrams import draw_curves, draw_reliability
 from bsam.experiments.report.page import write_page
+from bsam.experiments.reproduce.show import TITLES, number, scale_note
 
 __all__ = ["write_paper_page"]
 
-_HEADS = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "auroc": "AUROC ↑"}
 _MARKS = {
     "matches": ("=", "The difference to the paper's number is at most twice sqrt(sd² + paper's sd²)."),
     "better": ("▲", "Better than the paper's number by more than that."),
@@ -43,8 +43,6 @@ _MARKS = {
 }
 """Symbol and meaning; `bsam.experiments.comparison` decides which one a cell has."""
 
-_TINY = "Tiny: scikit-learn's digits instead of the paper's data."
-
 
 @dataclass(frozen=True)
 class _Number:
@@ -52,11 +50,11 @@ class _Number:
 
     value: float | None
     """To sort by; None where there is no number."""
-    mean: str
-    sd: str = ""
+    ours: str
     paper: str = ""
     mark: str = ""
     """A key of `_MARKS`."""
+    difference: str = ""
     words: str = ""
     """The mark in words."""
     best: bool = False
@@ -80,33 +78,37 @@ def write_paper_page(path: Path, records: Path, figures: Path) -> Path:
 
     Args:
         path: The file to write.
-        records: Folder of the runs' records; the other records are beside it.
+        records: Folder of the runs' records; the other records are beside it, or in it.
         figures: Folder of the theory's figures, as `bsam figure all --out FOLDER` writes them.
     """
     if not records.is_dir():
         raise FileNotFoundError(f"{records} is no folder of records; write --records results/runs, or where yours are.")
-    results = records.parent
     tables = [_table(compare(name, records), records) for name in TABLES]
     sections = [("overview", "Overview"), *((table["id"], table["title"]) for table in tables)]
     sections += [("curves", "Sensitivity and ablations"), ("demo", "The digits demo")]
     sections += [("theory", "The theory in pictures"), ("machines", "What it ran on")]
-    sweeps = [file for kind in ("sweep", "ablate") for file in sorted(results.glob(f"{kind}_*.json"))]
     environments = [_read(file)["environment"] for file in sorted(records.rglob("seed*.json"))]
     return write_page(
         path,
         "paper.html.j2",
-        heads=list(_HEADS.values()),
+        heads=list(TITLES.values()),
         marks=_MARKS,
         records=records.as_posix(),
         sections=sections,
         tables=tables,
         num_runs=len(environments),
-        sweeps=[_sweep(file) for file in sweeps],
-        demo=_demo(results / "demo.json"),
+        studies=[_study(file) for kind in ("sweep_*", "ablate_*") for file in _beside(records, f"{kind}.json")],
+        demo=[line for file in _beside(records, "demo.json") for line in _demo(file)],
         pictures=list(_pictures(figures)),
-        theory=_theory(results / "figures.json"),
+        theory=[group for file in _beside(records, "figures.json") for group in _theory(file)],
         machines=Counter(_machine(environment) for environment in environments),
     )
+
+
+def _beside(records: Path, pattern: str) -> list[Path]:
+    """Other records: beside the folder of the runs as in `results/`, or in it, where a run's --records put them."""
+    found = {file.name: file for folder in (records.parent, records) for file in folder.glob(pattern)}
+    return [found[name] for name in sorted(found)]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -152,21 +154,17 @@ def _line(row: Row) -> _Line:
 def _number(cell: Cell, words: str) -> _Number:
     paper = cell.published.printed if cell.published else ""
     if cell.mean is None:
-        return _Number(None, "– missing", paper=paper)
+        return _Number(None, "– missing", paper)
     if math.isnan(cell.mean):  # the AUROC of runs without a mistake
-        return _Number(None, "undefined", paper=paper)
-    return _Number(cell.mean, *_shown(cell.metric, cell.mean, cell.sd), paper, cell.mark, words, cell.best)
-
-
-def _shown(metric: str, mean: float, sd: float | None) -> tuple[str, str]:
-    digits = demo.DIGITS[metric]
-    return f"{mean:.{digits}f}", "-" if sd is None else f"{sd:.{digits}f}"
+        return _Number(None, "undefined", paper)
+    difference = "" if cell.difference is None else f"{cell.difference:+.{demo.DIGITS[cell.metric]}f}"
+    return _Number(cell.mean, number(cell.metric, cell.mean, cell.sd), paper, cell.mark, difference, words, cell.best)
 
 
 def _cut(row: Row) -> str:
     """What a run has less than the paper's."""
     if row.scale == "tiny":
-        return _TINY
+        return scale_note("tiny")
     cuts = []
     if row.scale == "reduced":
         whole = preset(row.preset).total_epochs if row.preset else None
@@ -201,12 +199,10 @@ def _diagrams(table: str, block: Block, records: Path) -> Iterator[tuple[str, st
 
 def _demo(path: Path) -> list[_Line]:
     """The rows of the demo's record."""
-    if not path.is_file():
-        return []
     record = _read(path)
     lines = []
     for (name, row), result in zip(demo.cells(record), record["methods"].values(), strict=True):
-        numbers = [_Number(float(mean), mean, sd.strip("()")) for mean, sd in (cell.split() for cell in row)]
+        numbers = [_Number(float(cell.split()[0]), cell) for cell in row]
         seeds, epochs = record["seeds"], from_mapping(result["config"]).total_epochs
         about = f"{_count(seeds, 'seed')}, {_count(epochs, 'epoch')}, {_duration(result['seconds'] / seeds)} a run"
         lines.append(_Line(name, numbers, about, command=f"bsam demo --seeds {seeds}"))
@@ -216,27 +212,21 @@ def _demo(path: Path) -> list[_Line]:
 # ------------------------------------------------------------------ curves
 
 
-def _sweep(path: Path) -> dict[str, Any]:
+def _study(path: Path) -> dict[str, Any]:
     """A sweep or an ablation: curves of each metric, and their numbers."""
     record = _read(path)
-    diagrams, lines = [], []
-    for metric, head in _HEADS.items():
-        curves = [
-            Curve(series["label"], series["x"], *zip(*series["metrics"][metric], strict=True))
-            for series in record["series"]
-        ]
-        label = f"{head} along {record['x']}, {record['title']}"
-        diagrams.append((head, draw_curves(curves, x_label=record["x"], y_label=head, label=label)))
-    for series in record["series"]:
-        for x, *points in zip(series["x"], *(series["metrics"][metric] for metric in _HEADS), strict=True):
-            numbers = [_Number(m, *_shown(metric, m, sd)) for metric, (m, sd) in zip(_HEADS, points, strict=True)]
-            lines.append(_Line(f"{series['label']}, {record['x']} = {x}", numbers))
+    title, x_name = record["title"], record["x"]
+    rows = []
+    for curve in record["series"]:
+        for x, *points in zip(curve["x"], *(curve["metrics"][metric] for metric in TITLES), strict=True):
+            cells = [_Number(mean, number(metric, mean, sd)) for metric, (mean, sd) in zip(TITLES, points, strict=True)]
+            rows.append(_Line(f"{curve['label']}, {x_name} = {x}", cells))
     return {
-        "title": record["title"],
-        "note": {"full": "", "reduced": "Reduced: fewer epochs than the paper's.", "tiny": _TINY}[record["scale"]],
+        "title": title,
+        "note": scale_note(record["scale"]),
         "command": record["command"],
-        "diagrams": diagrams,
-        "rows": lines,
+        "diagrams": [(head, draw_curves(record, metric, label=f"{title}: {head}")) for metric, head in TITLES.items()],
+        "rows": rows,
     }
 
 
@@ -262,13 +252,11 @@ def _pictures(folder: Path) -> Iterator[dict[str, Any]]:
         yield picture
 
 
-def _theory(path: Path) -> dict[str, list[tuple[str, str]]]:
+def _theory(path: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """The numbers behind the figures: by figure, name and value."""
-    if not path.is_file():
-        return {}
-    record = _read(path)
-    del record["seconds"], record["environment"]
-    return {name.replace("_", " "): list(_flat(values)) for name, values in record.items()}
+    for name, values in _read(path).items():
+        if name not in ("seconds", "environment"):
+            yield name.replace("_", " "), list(_flat(values))
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
