@@ -26,6 +26,11 @@ from bsam.experiments.runs import Run
 
 ROOT = Path(__file__).parents[2]
 HEADS = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "auroc": "AUROC ↑"}
+STUDIES = {
+    "sweep_rho": ("The radius", [0.001, 0.01, 0.1]),
+    "ablate_samples": ("Samples", [0, 1, 8]),
+    "ablate_noise": ("Noise", ["MNIST", "CIFAR-10", "CIFAR-100"]),
+}
 METHODS = ("sgd", "sam-sgd", "adam", "bsam")
 
 
@@ -68,11 +73,12 @@ def results(tmp_path_factory):
         path = folder / "runs" / record["preset"] / f"seed{record['seed']}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, record)
-    points = [[0.1, 0.01], [0.2, None], [0.3, 0.02]]
-    metrics = {"bSAM": dict.fromkeys(HEADS, points), "SAM-SGD": dict.fromkeys(HEADS, points[::-1])}
-    series = [{"label": label, "x": [0.001, 0.01, 0.1], "metrics": found} for label, found in metrics.items()]
-    sweep = {"what": "rho", "title": "The radius rho", "x": "rho", "scale": "tiny", "series": series}
-    write_json(folder / "sweep_rho.json", sweep | {"environment": environment(), "command": "bsam configs"})
+    for file, (title, x) in STUDIES.items():
+        points = [[0.1, 0.01], [0.2, None], [0.3, 0.02]]
+        metrics = {"bSAM": dict.fromkeys(HEADS, points), "SAM-SGD": dict.fromkeys(HEADS, points[::-1])}
+        series = [{"label": label, "x": x, "seeds": [2, 1, 2], "metrics": found} for label, found in metrics.items()]
+        study = {"what": "", "title": title, "x": "setting", "scale": "tiny", "series": series}
+        write_json(folder / f"{file}.json", study | {"environment": environment(), "command": "bsam sweep rho"})
     for name in ("demo.json", "figures.json"):
         (folder / name).write_text((ROOT / "results" / name).read_text())
     return folder
@@ -148,15 +154,21 @@ def test_smaller_runs_are_labelled(page):
         assert "(-)" in cell
 
 
-def test_diagrams_curves_and_figures_are_there(page, results):
+def test_diagrams_curves_and_figures_are_there(page):
     text = html.unescape(page)
-    recorded = {path.parent.relative_to(results / "runs") for path in (results / "runs").rglob("seed*.json")}
-    assert len(recorded) == 6
     for label in ("SGD", "SAM-SGD", "Adam", "bSAM"):
         assert f"Reliability diagram of {label} in table1, ResNet-20-FRN on CIFAR-10" in text
     assert "Reliability diagram of VOGN" not in text  # was not run
-    for head in HEADS.values():
-        assert f'aria-label="The radius rho: {head}"' in text
+    for title, _ in STUDIES.values():
+        for head in HEADS.values():
+            assert f'aria-label="{title}: {head}"' in text
+    assert tables_of(page)["Noise"][1] == [
+        "bSAM, setting = CIFAR-10",
+        "0.20 (-)",
+        "0.200 (-)",
+        "0.2000 (-)",
+        "0.200 (-)",
+    ]
     assert text.count('src="data:image/png;base64,') == len(FIGURES)
     for figure in FIGURES.values():
         assert f'alt="{figure.what}"' in text
@@ -187,7 +199,7 @@ def test_every_command_is_one_of_the_app(page):
 
 def test_under_every_number_is_its_command(page):
     for label, table in re.findall(r'<table class="sortable" aria-label="([^"]*)">(.*?)</table>', page, re.DOTALL):
-        if label != "The radius rho":  # one command for all of its rows, below the table
+        if label not in {title for title, _ in STUDIES.values()}:  # one command for all of its rows, below the table
             assert table.count("<pre>") == table.count("<tbody>"), label
 
 
@@ -215,7 +227,7 @@ def test_without_any_record_everything_is_missing(tmp_path):
 
 
 def test_what_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no folder of records; write --records results/runs"):
+    with pytest.raises(FileNotFoundError, match="runs is no folder of records: name one with --records"):
         write_paper_page(tmp_path / "paper.html", tmp_path / "runs", tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "demo.json").write_text("{")

@@ -82,7 +82,7 @@ def write_paper_page(path: Path, records: Path, figures: Path) -> Path:
         figures: Folder of the theory's figures, as `bsam figure all --out FOLDER` writes them.
     """
     if not records.is_dir():
-        raise FileNotFoundError(f"{records} is no folder of records; write --records results/runs, or where yours are.")
+        raise FileNotFoundError(f"{records} is no folder of records: name one with --records, or run `bsam reproduce`.")
     tables = [_table(compare(name, records), records) for name in TABLES]
     sections = [("overview", "Overview"), *((table["id"], table["title"]) for table in tables)]
     sections += [("curves", "Sensitivity and ablations"), ("demo", "The digits demo")]
