@@ -22,6 +22,7 @@ from bsam.experiments.figures import FIGURES
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.record import environment, write_json
 from bsam.experiments.report.paper_page import write_paper_page
+from bsam.experiments.reproduce.show import scale_note
 from bsam.experiments.runs import Run
 
 ROOT = Path(__file__).parents[2]
@@ -147,7 +148,8 @@ def test_marks_are_said_in_words_and_explained(page):
 
 def test_smaller_runs_are_labelled(page):
     assert "Reduced: 10 of 75 epochs and 2 of 5 seeds." in html.unescape(page)
-    assert "Tiny: embedded digits and a small network, not the paper's data." in html.unescape(page)
+    assert "<strong>Tiny: not the paper's data.</strong>" in html.unescape(page)
+    assert scale_note("tiny") in html.unescape(page)
     assert "◐ tiny" in page
     (fashion,) = (rows for label, rows in tables_of(page).items() if "FashionMNIST" in label and "Table 6" in label)
     for cell in fashion[-1][1:]:  # one seed has no standard deviation

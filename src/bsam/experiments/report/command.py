@@ -20,10 +20,10 @@ def report(
     figures: Annotated[Path, typer.Option(help="Folder that `bsam figure all` wrote.")] = Path("docs/images/theory"),
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report/paper.html"),
 ) -> None:
-    """Write one page of all results: tables beside the paper's, diagrams, curves and figures.
+    """Write one page of all results: tables, diagrams, curves and figures.
 
-    It is made of records: nothing is run, and what is missing is shown as missing. The records of sweeps, ablations,
-    the demo and the figures' numbers are those beside the folder of the runs. Example:
+    Nothing is run: it is made of the records of runs, and of those beside them
+    of sweeps, ablations, the demo and the theory's numbers. Example:
 
     [bold]bsam report --records results/runs --out report/paper.html[/bold]
     """

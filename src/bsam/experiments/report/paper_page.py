@@ -131,6 +131,7 @@ def _table(comparison: Comparison, records: Path) -> dict[str, Any]:
         "blocks": [
             {
                 "title": block.title,
+                "notes": sorted({note for row in block.rows if (note := scale_note(row.scale))}),
                 "rows": [_line(row) for row in block.rows],
                 "diagrams": list(_diagrams(comparison.table, block, records)),
             }
@@ -164,7 +165,7 @@ def _number(cell: Cell, words: str) -> _Number:
 def _cut(row: Row) -> str:
     """What a run has less than the paper's."""
     if row.scale == "tiny":
-        return scale_note("tiny")
+        return "Tiny: not the paper's data."
     cuts = []
     if row.scale == "reduced":
         whole = preset(row.preset).total_epochs if row.preset else None
