@@ -225,6 +225,7 @@ def test_without_any_record_everything_is_missing(tmp_path):
         if label != "Overview":
             assert all(cell.startswith("– missing") for row in rows for cell in row[1:]), label
     assert page.count("Not drawn yet.") == len(FIGURES)
+    assert {"bsam demo", "bsam sweep rho", "bsam ablate noise", "bsam ablate curvature"} <= commands_of(page)
     assert "No run is recorded yet." in page
 
 

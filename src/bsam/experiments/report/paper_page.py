@@ -28,6 +28,7 @@ from bsam.experiments.recorded import recorded
 from bsam.experiments.report.diagrams import draw_curves, draw_reliability
 from bsam.experiments.report.page import write_page
 from bsam.experiments.reproduce.show import TITLES, number, scale_note
+from bsam.experiments.reproduce.studies import ABLATIONS, Study, sweep_rho
 
 __all__ = ["write_paper_page"]
 
@@ -35,10 +36,7 @@ _MARKS = {
     "matches": ("=", "The difference to the paper's number is at most twice sqrt(sd² + paper's sd²)."),
     "better": ("▲", "Better than the paper's number by more than that."),
     "worse": ("▼", "Worse than the paper's number by more than that."),
-    "reduced": (
-        "◐",
-        "Fewer epochs or seeds than the paper's, or (tiny) other data: the row says what was cut.",
-    ),
+    "reduced": ("◐", "Fewer epochs or seeds than the paper's, or (tiny) other data: the row says what was cut."),
     "missing": ("–", "Not run yet."),
 }
 """Symbol and meaning; `bsam.experiments.comparison` decides which one a cell has."""
@@ -83,10 +81,6 @@ def write_paper_page(path: Path, records: Path, figures: Path) -> Path:
     """
     if not records.is_dir():
         raise FileNotFoundError(f"{records} is no folder of records: name one with --records, or run `bsam reproduce`.")
-    tables = [_table(compare(name, records), records) for name in TABLES]
-    sections = [("overview", "Overview"), *((table["id"], table["title"]) for table in tables)]
-    sections += [("curves", "Sensitivity and ablations"), ("demo", "The digits demo")]
-    sections += [("theory", "The theory in pictures"), ("machines", "What it ran on")]
     environments = [_read(file)["environment"] for file in sorted(records.rglob("seed*.json"))]
     return write_page(
         path,
@@ -94,21 +88,19 @@ def write_paper_page(path: Path, records: Path, figures: Path) -> Path:
         heads=list(TITLES.values()),
         marks=_MARKS,
         records=records.as_posix(),
-        sections=sections,
-        tables=tables,
+        tables=[_table(compare(name, records), records) for name in TABLES],
         num_runs=len(environments),
-        studies=[_study(file) for kind in ("sweep_*", "ablate_*") for file in _beside(records, f"{kind}.json")],
-        demo=[line for file in _beside(records, "demo.json") for line in _demo(file)],
+        studies=[_study(study, records) for study in (sweep_rho("full"), *(make() for make in ABLATIONS.values()))],
+        demo=_demo(_beside(records, "demo.json")),
         pictures=list(_pictures(figures)),
-        theory=[group for file in _beside(records, "figures.json") for group in _theory(file)],
+        theory=_theory(_beside(records, "figures.json")),
         machines=Counter(_machine(environment) for environment in environments),
     )
 
 
-def _beside(records: Path, pattern: str) -> list[Path]:
-    """Other records: beside the folder of the runs as in `results/`, or in it, where a run's --records put them."""
-    found = {file.name: file for folder in (records.parent, records) for file in folder.glob(pattern)}
-    return [found[name] for name in sorted(found)]
+def _beside(records: Path, name: str) -> dict[str, Any] | None:
+    """Another record: beside the folder of the runs as in `results/`, or in it, where a study's --records puts it."""
+    return next((_read(path) for path in (records / name, records.parent / name) if path.is_file()), None)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -198,9 +190,10 @@ def _diagrams(table: str, block: Block, records: Path) -> Iterator[tuple[str, st
                 break
 
 
-def _demo(path: Path) -> list[_Line]:
+def _demo(record: dict[str, Any] | None) -> list[_Line]:
     """The rows of the demo's record."""
-    record = _read(path)
+    if record is None:
+        return []
     lines = []
     for (name, row), result in zip(demo.cells(record), record["methods"].values(), strict=True):
         numbers = [_Number(float(cell.split()[0]), cell) for cell in row]
@@ -213,9 +206,11 @@ def _demo(path: Path) -> list[_Line]:
 # ------------------------------------------------------------------ curves
 
 
-def _study(path: Path) -> dict[str, Any]:
+def _study(study: Study, records: Path) -> dict[str, Any]:
     """A sweep or an ablation: curves of each metric, and their numbers."""
-    record = _read(path)
+    record = _beside(records, f"{study.file}.json")
+    if record is None:
+        return {"title": study.title, "note": "", "command": study.command, "diagrams": [], "rows": []}
     title, x_name = record["title"], record["x"]
     rows = []
     for curve in record["series"]:
@@ -253,11 +248,10 @@ def _pictures(folder: Path) -> Iterator[dict[str, Any]]:
         yield picture
 
 
-def _theory(path: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def _theory(record: dict[str, Any] | None) -> dict[str, list[tuple[str, str]]]:
     """The numbers behind the figures: by figure, name and value."""
-    for name, values in _read(path).items():
-        if name not in ("seconds", "environment"):
-            yield name.replace("_", " "), list(_flat(values))
+    figures = {name: values for name, values in (record or {}).items() if name not in ("seconds", "environment")}
+    return {name.replace("_", " "): list(_flat(values)) for name, values in figures.items()}
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
