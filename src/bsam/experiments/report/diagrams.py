@@ -32,6 +32,7 @@ def draw_curves(record: dict[str, Any], metric: str, *, label: str) -> Markup:
 
     def draw(axes: Axes) -> None:
         draw_metric(axes, record, metric)
-        axes.legend(frameon=False, fontsize="small")
+        columns = 3 if sum(len(curve["label"]) for curve in record["series"]) < 40 else 1
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, fontsize="small")
 
     return Markup(draw_svg(draw, size=(4.6, 3.2), label=label))
