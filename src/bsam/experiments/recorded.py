@@ -1,4 +1,7 @@
-"""Records of finished, evaluated runs in a folder: `PRESET/seedK.json`, each a run's `record.json`."""
+"""Records of finished, evaluated runs in a folder: `PRESET/seedK.json`, each a run's `record.json`.
+
+They say more than that file: at which `scale` the preset was run, and for a sweep or an ablation with which `changes`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from bsam.experiments.config import Config, from_mapping
+from bsam.experiments.config import Config, from_mapping, override
 from bsam.experiments.paper.presets import preset, preset_names
 
 __all__ = ["SCALES", "Recorded", "Scale", "read_record", "recorded", "same_run"]
@@ -43,12 +46,6 @@ def same_run(name: str) -> tuple[str, ...]:
     return tuple(other for other in preset_names() if preset(other) == config)
 
 
-def is_preset(config: Config, name: str) -> bool:
-    """Whether a run had the preset's settings, on whatever arithmetic."""
-    printed = preset(name)
-    return config == replace(printed, precision=config.precision, channels_last=config.channels_last)
-
-
 def read_record(path: Path) -> Recorded:
     """Read a record, or say what is wrong with it."""
     try:
@@ -57,8 +54,10 @@ def read_record(path: Path) -> Recorded:
         scale = content.get("scale", "full")
         if scale not in SCALES:
             raise ValueError(f"scale {scale!r} is not one of {', '.join(SCALES)}")
-        if scale == "full" and not is_preset(config, name):
-            scale = "reduced"
+        expected = override(preset(name), content.get("changes", ()))
+        expected = replace(expected, precision=config.precision, channels_last=config.channels_last)
+        if scale == "full" and config != expected:
+            scale = "reduced"  # whatever it calls itself
         test = content["evaluations"].get("test", {})
         device = content["environment"]["device"]
         return Recorded(path, name, content["seed"], scale, config, content["seconds"], test, device)

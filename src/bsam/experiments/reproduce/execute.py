@@ -50,4 +50,5 @@ def execute(
     if missing:
         evaluate(task.folder, samples=missing, device=device, data=data)
     task.record.parent.mkdir(parents=True, exist_ok=True)
-    write_json(task.record, {**json.loads(run_record.read_text()), "scale": task.scale})
+    origin = {"scale": task.scale, "changes": list(task.changes)} if task.changes else {"scale": task.scale}
+    write_json(task.record, {**json.loads(run_record.read_text()), **origin})

@@ -39,6 +39,8 @@ class Task:
     seed: int
     scale: Scale
     config: Config
+    changes: tuple[str, ...]
+    """How it differs from the preset at this scale."""
     samples: tuple[int, ...]
     folder: Path
     record: Path
@@ -134,6 +136,7 @@ def make_plan(wanted: Iterable[Wanted], *, seeds: int, scale: Scale, places: Pla
                 seed=seed,
                 scale=scale,
                 config=config,
+                changes=want.changes if name == want.name else (),
                 samples=counts,
                 folder=places.runs / name / f"seed{seed}",
                 record=places.records / name / f"seed{seed}.json",

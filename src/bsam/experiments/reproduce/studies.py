@@ -23,6 +23,7 @@ from bsam.experiments.reproduce.plan import Wanted, find_recorded
 __all__ = ["ABLATIONS", "Point", "Study", "collect", "refuse_to_replace", "sweep_rho"]
 
 _SPLITS = (1, 2, 4, 8, 16)
+_COUNTS = (0, 1, 2, 4, 8, 16, 32, 64, 512, 2048)
 _RHO_FACTOR = 100
 """bSAM's rho is not normalised by the gradient's length; the paper draws it at 100 rho, and so do we."""
 
@@ -83,8 +84,7 @@ def _noise() -> Study:
 
 
 def _samples() -> Study:
-    counts = (0, 1, 2, 4, 8, 16, 32, 64, 512, 2048)
-    points = tuple(Point(count, Wanted("table1/cifar10/bsam", (count,)), count) for count in counts)
+    points = tuple(Point(count, Wanted("table1/cifar10/bsam", (count,)), count) for count in _COUNTS)
     title, x = "Number of posterior samples", "samples, 0 for the mean"
     return Study("ablate_samples", "bsam ablate samples", "samples", title, x, {"bSAM": points})
 
