@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def draw_metric(axes: Axes, record: dict[str, Any], metric: str) -> None:
     numeric = all(isinstance(x, int | float) for x in xs)
     for (colour, marker), curve in zip(_STYLES, record["series"], strict=False):
         where = curve["x"] if numeric else [xs.index(x) for x in curve["x"]]
-        means = [mean for mean, _ in curve["metrics"][metric]]
+        means = [math.nan if mean is None else mean for mean, _ in curve["metrics"][metric]]
         sds = [sd or 0.0 for _, sd in curve["metrics"][metric]]
         line = "-" if numeric else ""
         axes.errorbar(where, means, sds, color=colour, marker=marker, ls=line, capsize=3, label=curve["label"])
