@@ -142,7 +142,7 @@ def test_marks_are_said_in_words_and_explained(page):
     cells = [cell for rows in tables_of(page).values() for row in rows for cell in row[1:]]
     for symbol, mark in {"=": "matches", "▲": "better", "▼": "worse", "◐": "reduced", "–": "missing"}.items():
         assert f"<dt>{symbol} {mark}</dt>" in legend
-        assert any(re.search(rf"{symbol} ([+-][\d.]+ )?{mark}", cell) for cell in cells), mark
+        assert any(f"{symbol} {mark}" in cell for cell in cells), mark
     assert "Best in bold by a Welch test against the best at 5%" in legend
     assert re.search(r"<strong>\d", page)
 
