@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo report test lint types docs format clean
+.PHONY: demo report test lint types docs tables format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bsam needs Python 3.11 or newer, this is " + sys.version)'
@@ -34,6 +34,9 @@ types: $(VENV)/.installed
 
 docs: $(VENV)/.installed  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+tables: $(VENV)/.installed  ## write the tables of README and docs anew from results/
+	$(BIN)/bsam tables
 
 clean:
 	rm -rf $(VENV) site report .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -47,6 +47,8 @@ def about(
 
     Train and evaluate:    [bold]bsam train table6/mnist/bsam --out runs/mnist[/bold]
                            [bold]bsam evaluate runs/mnist/seed0[/bold]
+
+    Reproduce the paper:   [bold]bsam reproduce table6 --dry-run[/bold]
     """
 
 

@@ -39,7 +39,7 @@ def test_records_of_the_same_device_go_before_timed_steps(tmp_path):
     tasks = make_plan(wanted_by_table("table6", "mnist", ["sgd"]), seeds=9, scale="full", places=places).tasks
     write_record(tmp_path, "table6/mnist/sgd", 0, device="NVIDIA H200")
     found = estimate(tasks, tmp_path, CPU)["table6/mnist/sgd"]
-    assert found.source == "timed steps"
+    assert found.source == "timed"
     assert found.seconds > 0
     for seed in (1, 2):
         write_record(tmp_path, "table6/mnist/sgd", seed, device="CPU, x86_64, 64 cores")  # seconds: 10 + seed

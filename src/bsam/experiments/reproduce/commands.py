@@ -23,7 +23,7 @@ from bsam.experiments.record import write_json
 from bsam.experiments.recorded import Scale
 from bsam.experiments.reproduce.execute import execute
 from bsam.experiments.reproduce.plan import Plan, find_places, make_plan, wanted_by_table
-from bsam.experiments.reproduce.show import BEST_NOTE, block_table, scale_note, study_table
+from bsam.experiments.reproduce.show import BEST_NOTE, block_table, scale_note, study_tables
 from bsam.experiments.reproduce.studies import ABLATIONS, Study, collect, refuse_to_replace, sweep_rho
 from bsam.experiments.reproduce.study_figure import draw_study
 from bsam.experiments.reproduce.timing import estimate
@@ -198,7 +198,8 @@ def _study(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, record)
     console = Console()
-    console.print(study_table(record))
+    for table in study_tables(record):
+        console.print(table)
     console.print(f"{path}, {draw_study(record, path.with_suffix('.png'))}", highlight=False)
     if failed:
         raise typer.Exit(1)
@@ -296,7 +297,7 @@ def _show_plan(console: Console, plan: Plan, scale: Scale, records: Path, jobs: 
     console.print(
         f"{len(plan.tasks)} runs to do, {len(plan.recorded)} recorded; about {_clock(total)} of training on {device}"
         f"{f', {_clock(total / jobs)} with {jobs} jobs if they do not slow each other' if jobs > 1 else ''}."
-        " Evaluation comes on top.",
+        " Evaluation comes on top. By: `records` of the same run on such a device, or `timed` steps on random images.",
         highlight=False,
     )
 

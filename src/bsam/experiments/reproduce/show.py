@@ -18,7 +18,7 @@ __all__ = [
     "number",
     "scale_note",
     "study_markdown",
-    "study_table",
+    "study_tables",
 ]
 
 TITLES = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "auroc": "AUROC ↑"}
@@ -26,7 +26,7 @@ BEST_NOTE = "Bold: not told from the best of the block by a Welch test at 5%; on
 _NOTES = {
     "full": "",
     "reduced": "Fewer epochs than the paper's runs.",
-    "tiny": "Tiny: embedded digits and a small network, not the paper's data. The numbers say nothing about the paper.",
+    "tiny": "Tiny: embedded digits stand in for the paper's data. The numbers say nothing about the paper's.",
 }
 
 
@@ -68,7 +68,7 @@ def block_table(comparison: Comparison, block: Block) -> Table:
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
     )
-    table.add_column("method")
+    table.add_column("method", no_wrap=True)
     table.add_column("")
     for title in TITLES.values():
         table.add_column(title, justify="right", no_wrap=True)
@@ -93,24 +93,22 @@ def block_table(comparison: Comparison, block: Block) -> Table:
     return table
 
 
-def study_table(record: dict[str, Any]) -> Table:
-    """A sweep or an ablation: a row a point."""
-    table = Table(title=record["title"], caption=scale_note(record["scale"]) or None, box=box.SIMPLE)
-    table.add_column("")
-    table.add_column(record["x"], justify="right")
-    for title in TITLES.values():
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in _study_rows(record):
-        table.add_row(*row)
-    return table
+def study_tables(record: dict[str, Any]) -> list[Table]:
+    """A sweep or an ablation: a table for each series, a row for each point."""
+    tables = []
+    for curve in record["series"]:
+        table = Table(title=f"{record['title']}: {curve['label']}", box=box.SIMPLE, padding=(0, 1, 0, 0))
+        for title in (record["x"], *TITLES.values()):
+            table.add_column(title, justify="right", no_wrap=True)
+        for row in _points(curve):
+            table.add_row(*row)
+        tables.append(table)
+    return tables
 
 
-def _study_rows(record: dict[str, Any]) -> list[list[str]]:
-    return [
-        [curve["label"], str(x), *(number(metric, *curve["metrics"][metric][i]) for metric in TITLES)]
-        for curve in record["series"]
-        for i, x in enumerate(curve["x"])
-    ]
+def _points(curve: dict[str, Any]) -> list[list[str]]:
+    metrics = curve["metrics"]
+    return [[str(x), *(number(name, *metrics[name][i]) for name in TITLES)] for i, x in enumerate(curve["x"])]
 
 
 # ------------------------------------------------------------------ Markdown
@@ -142,6 +140,6 @@ def _markdown(cell: Cell) -> str:
 def study_markdown(record: dict[str, Any]) -> str:
     """A sweep or an ablation."""
     lines = [f"| | {record['x']} | {' | '.join(TITLES.values())} |", f"|---|---{'|---' * len(TITLES)}|"]
-    lines += [f"| {' | '.join(row)} |" for row in _study_rows(record)]
+    lines += [f"| {' | '.join([curve['label'], *row])} |" for curve in record["series"] for row in _points(curve)]
     note = scale_note(record["scale"])
     return "\n".join([*lines, *(["", note] if note else [])])

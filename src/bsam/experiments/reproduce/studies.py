@@ -85,7 +85,7 @@ def _noise() -> Study:
 
 def _samples() -> Study:
     points = tuple(Point(count, Wanted("table1/cifar10/bsam", (count,)), count) for count in _COUNTS)
-    title, x = "Number of posterior samples", "samples, 0 for the mean"
+    title, x = "Number of posterior samples", "samples (0: the mean)"
     return Study("ablate_samples", "bsam ablate samples", "samples", title, x, {"bSAM": points})
 
 
@@ -94,7 +94,7 @@ def _splits() -> Study:
         METHODS[method]: tuple(Point(m, Wanted(f"table5/cifar100/{method}-{m}", (PAPER_SAMPLES,))) for m in _SPLITS)
         for method in ("bsam", "sam-sgd")
     }
-    return Study("ablate_splits", "bsam ablate splits", "splits", "m-sharpness", "splits of the minibatch", series)
+    return Study("ablate_splits", "bsam ablate splits", "splits", "m-sharpness", "splits", series)
 
 
 def _curvature() -> Study:
@@ -114,7 +114,7 @@ def _curvature() -> Study:
 
     series = {"mean of |g|, as the authors' code": points("mean_abs"), "|mean of g|, as printed": points("abs_mean")}
     title = "Curvature: absolute value before or after the mean over splits"
-    return Study("ablate_curvature", "bsam ablate curvature", "curvature", title, "splits of the minibatch", series)
+    return Study("ablate_curvature", "bsam ablate curvature", "curvature", title, "splits", series)
 
 
 ABLATIONS: dict[str, Callable[[], Study]] = {

@@ -24,7 +24,7 @@ def draw_study(record: dict[str, Any], path: Path) -> Path:
     figure = Figure(figsize=(9, 6.4), layout="constrained")
     for axes, metric in zip(figure.subplots(2, 2).flat, METRICS, strict=True):
         draw_metric(axes, record, metric)
-    figure.axes[0].legend()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(_STYLES))
     figure.suptitle(f"{record['title']}{_note(record['scale'])}")
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "bsam"}):
@@ -36,8 +36,8 @@ def draw_metric(axes: Axes, record: dict[str, Any], metric: str) -> None:
     """One metric of what `collect` returned; a bar is one standard deviation over the seeds."""
     xs = list(dict.fromkeys(x for curve in record["series"] for x in curve["x"]))
     numeric = all(isinstance(x, int | float) for x in xs)
-    for (colour, marker), curve in zip(_STYLES, record["series"], strict=False):
-        where = curve["x"] if numeric else [xs.index(x) for x in curve["x"]]
+    for k, ((colour, marker), curve) in enumerate(zip(_STYLES, record["series"], strict=False)):
+        where = curve["x"] if numeric else [xs.index(x) + 0.15 * k for x in curve["x"]]  # beside each other
         means = [math.nan if mean is None else mean for mean, _ in curve["metrics"][metric]]
         sds = [sd or 0.0 for _, sd in curve["metrics"][metric]]
         line = "-" if numeric else ""

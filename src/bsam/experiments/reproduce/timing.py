@@ -27,7 +27,7 @@ class Estimate:
 
     seconds: float
     source: str
-    """`records` or `timed steps`."""
+    """`records`, or `timed` steps."""
 
 
 def estimate(tasks: tuple[Task, ...], records: Path, device: torch.device) -> dict[str, Estimate]:
@@ -43,7 +43,7 @@ def estimate(tasks: tuple[Task, ...], records: Path, device: torch.device) -> di
         key = replace(task.config, epochs=10, swag_epochs=min(1, task.config.swag_epochs), rho=0.0, lr=0.0)
         if key not in steps:
             steps[key] = time_step(task.config, device)
-        estimates[task.name] = Estimate(steps[key] * num_steps(task.config), "timed steps")
+        estimates[task.name] = Estimate(steps[key] * num_steps(task.config), "timed")
     return estimates
 
 
