@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types docs tables format clean
+.PHONY: demo report test lint types docs tables format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt tests/requirements-no-deps.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bsam needs Python 3.11 or newer, this is " + sys.version)'
@@ -15,6 +15,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt tests/requirements-no-deps.tx
 
 demo: $(VENV)/.installed  ## train eight methods on digits and write report/index.html
 	$(BIN)/bsam demo
+
+report: $(VENV)/.installed  ## write report/paper.html from the records in results/
+	$(BIN)/bsam report
 
 test: $(VENV)/.installed  ## run the tests, the code in README and docs, and the doctests
 	$(BIN)/python -m pytest

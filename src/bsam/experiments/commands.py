@@ -373,4 +373,5 @@ def _progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
         yield advance
 
 
+from bsam.experiments.report import command as _report  # noqa: E402, F401 (registers its command on `app`)
 from bsam.experiments.reproduce import commands as _reproduce  # noqa: E402, F401 (registers its commands on `app`)

@@ -127,9 +127,10 @@ def compare(table: str, records: Path) -> Comparison:
     return Comparison(table, TABLES[table], tuple(blocks))
 
 
-def values_of(evaluations: list[dict[str, float]], metric: str) -> tuple[float, ...]:
-    """A metric of several evaluations as tables show it: accuracy in percent."""
-    return tuple((100 if metric == "accuracy" else 1) * evaluation[metric] for evaluation in evaluations)
+def values_of(evaluations: list[dict[str, float | None]], metric: str) -> tuple[float, ...]:
+    """A metric of several evaluations as tables show it: accuracy in percent. Left out where it is not defined."""
+    found = (evaluation[metric] for evaluation in evaluations)
+    return tuple((100 if metric == "accuracy" else 1) * value for value in found if value is not None)
 
 
 def _row(table: str, block: PaperBlock, row: PaperRow, records: Path) -> Row:
