@@ -85,7 +85,7 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr, ACROSS: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
-    # A program takes ACROSS neighbouring taps (padded to a power of two), one block of input and one of output channels.
+    # A program takes ACROSS neighbouring taps (padded to a power of two), and a block of input and of output channels.
     TILES: tl.constexpr = SIZE // ACROSS
     WIDE: tl.constexpr = 1 if ACROSS == 1 else 4
     BLOCKS: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
@@ -149,7 +149,7 @@ def gather_convolution(
     pixels = images * triton.cdiv(height, classes) * triton.cdiv(width, classes)
     wide, block_p, block_in, block_out, warps, stages = gather_blocks(num_in, num_out, size, x.dtype.itemsize)
     grid = (triton.cdiv(pixels, block_p) * classes * classes, groups, triton.cdiv(num_out, block_out))
-    with torch.cuda.device_of(x):
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _gather_kernel[grid](
             x, w, y, images, *x.shape[2:], height, width,
             num_in, num_out, groups, size, stride, padding, transposed, wide, precision, block_p, block_in, block_out,
@@ -178,7 +178,7 @@ def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: 
     across, block_in, block_out, tiles = weight_tiles(num_in, num_out, size)
     block_p, warps, stages = weight_blocks(block_in, block_out, x.dtype.itemsize)
     chunk = triton.cdiv(triton.cdiv(pixels, chunks), block_p) * block_p
-    with torch.cuda.device_of(x):
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _weight_kernel[(chunks, groups, tiles)](
             x, dy, dw, pixels, *x.shape[2:], *dy.shape[2:], chunk,
             num_in, num_out, groups, size, across, stride, padding, precision, block_p, block_in, block_out,

@@ -531,7 +531,9 @@ class ProbingOptimizer(Optimizer):
         if unseen:
             self._warned.update(slot.index for slot in unseen)
             names = ", ".join(self._name(slot) for slot in unseen)
-            warnings.warn(f"no gradient reached {names}: not part of the loss? Left as they are.", stacklevel=stacklevel)
+            warnings.warn(
+                f"no gradient reached {names}: not part of the loss? Left as they are.", stacklevel=stacklevel
+            )
 
     def _name(self, slot: Slot) -> str:
         names = [name for group in self.param_groups for name in group.get("param_names", ())]
