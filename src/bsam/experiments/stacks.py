@@ -39,10 +39,12 @@ class Stack:
         data: Path | None = None,
     ) -> Stack:
         """New runs; refuses folders that hold some."""
-        if (folder / "stack.toml").exists():
-            raise FileExistsError(
-                f"{folder} holds runs already: bsam train --resume {folder}, or choose another --out."
-            )
+        _check_seeds(seeds)
+        for path in (folder / "stack.toml", *(folder / f"seed{seed}" / "config.toml" for seed in seeds)):
+            if path.exists():
+                raise FileExistsError(
+                    f"{path.parent} holds runs already: bsam train --resume {path.parent}, or choose another --out."
+                )
         dataset = load(config.dataset, data, device=choose_device(device), validation=config.validation)
         runs = [
             Run.start(
@@ -66,12 +68,19 @@ class Stack:
         path = folder / "stack.toml"
         try:
             seeds = tomllib.loads(path.read_text(encoding="utf-8"))["seeds"]
-            folders = [folder / f"seed{int(seed)}" for seed in seeds]
+            _check_seeds(seeds)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} does not list the seeds of runs: {error}") from error
+        folders = [folder / f"seed{seed}" for seed in seeds]
         first = Run.resume(folders[0], device=device, data=data)
         rest = [Run.resume(each, device=device, data=data, dataset=first.trainer.dataset) for each in folders[1:]]
         stack = cls(folder, [first, *rest])
+        for seed, run in zip(seeds, stack.runs, strict=True):
+            if run.seed != seed or run.config != first.config:
+                raise ValueError(
+                    f"{run.folder / 'config.toml'} has other settings than {first.folder / 'config.toml'}, or another seed "
+                    f"than {path} says: one of them was changed."
+                )
         if stack.checkpoint.exists():
             state = load_checkpoint(stack.checkpoint)
             if state.get("seeds") != seeds or len(state.get("runs", ())) != len(seeds):
@@ -109,3 +118,8 @@ class Stack:
         for run in self.runs:
             run.save()
         self.checkpoint.unlink()
+
+
+def _check_seeds(seeds: Sequence[int]) -> None:
+    if not seeds or any(type(seed) is not int for seed in seeds) or len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds={list(seeds)} must be one or more different integers.")

@@ -64,6 +64,11 @@ def stack_parts(parts: Parts) -> tuple[tuple[Any, ...], list[Tensor]]:
     return parts[0][0], [torch.stack(column) for column in zip(*columns, strict=True)]
 
 
+def _prefers_loop(device: torch.device) -> bool:
+    """Whether a loop over the splits is faster: a CPU is busy with one of them."""
+    return device.type == "cpu"
+
+
 class GradAtStack:
     """`GradAt` for one sub-batch of many: functional, to be run under vmap.
 
@@ -148,7 +153,7 @@ class Together:
         asked, module = optimizer.vectorise, optimizer.module
         if self.off or asked is False or len(parts) == 1 or not slots:
             return None
-        if asked is None and (module is None or slots[0].parameter.device.type == "cpu"):
+        if asked is None and (module is None or _prefers_loop(slots[0].parameter.device)):
             return None
         if module is None:
             raise ValueError("vectorise=True needs the model: make the optimizer with module=model.")
@@ -168,8 +173,8 @@ class Together:
                 raise
             buffers.restore()
             self.off = True
-            line = str(error).strip().partition("\n")[0]
-            warnings.warn(f"the splits are computed in a loop, because vmap failed: {line}", stacklevel=6)
+            reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+            warnings.warn(f"the splits are computed in a loop, because vmap failed: {reason}", stacklevel=6)
             return None
 
     def _check(self, module: nn.Module, slots: list[Slot], closure: LossFunction, part: tuple[Any, ...]) -> None:
