@@ -86,8 +86,8 @@ class Run:
         even = config.batch_size % config.splits == 0
         if compiled and not even:
             raise ValueError(
-                f"batch_size={config.batch_size} is no multiple of splits={config.splits}, as a compiled step needs it: "
-                "train with --loop, and seeds one after the other."
+                f"batch_size={config.batch_size} is no multiple of splits={config.splits}, as a compiled step needs "
+                "it: train with --loop, and seeds one after the other."
             )
         self.compiled = self.device.type == "cuda" and even if compiled is None else compiled
         if dataset is None:
@@ -245,7 +245,8 @@ def train_runs(
         for run in runs:
             locks.enter_context(_locked(run.folder / "config.toml"))
         try:
-            remove_leftovers(folder)
+            for each in {folder, *(run.folder for run in runs)}:
+                remove_leftovers(each)
             _train_locked(runs, folder, save, every_minutes, every_epochs, on_step)
         except OSError as error:
             sentence = f"{error.strerror or error}. Then go on with: {_resume_command(folder)}"

@@ -78,14 +78,15 @@ class Stack:
         for seed, run in zip(seeds, stack.runs, strict=True):
             if run.seed != seed or run.config != first.config:
                 raise ValueError(
-                    f"{run.folder / 'config.toml'} has other settings than {first.folder / 'config.toml'}, or another seed "
-                    f"than {path} says: one of them was changed."
+                    f"{run.folder / 'config.toml'} has other settings than {first.folder / 'config.toml'}, or another "
+                    f"seed than {path} says: one of them was changed."
                 )
         if stack.checkpoint.exists():
             state = load_checkpoint(stack.checkpoint)
-            if state.get("seeds") != seeds or len(state.get("runs", ())) != len(seeds):
+            states = state.get("runs")
+            if state.get("seeds") != seeds or not isinstance(states, list) or len(states) != len(seeds):
                 raise ValueError(f"{stack.checkpoint} belongs to other runs than {path}: one of them was changed.")
-            for run, each in zip(stack.runs, state["runs"], strict=True):
+            for run, each in zip(stack.runs, states, strict=True):
                 run.load_state(each, stack.checkpoint)
         return stack
 
