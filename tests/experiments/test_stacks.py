@@ -202,7 +202,7 @@ def test_a_torn_checkpoint_is_named(tmp_path):
         Stack.resume(tmp_path / "runs", device="cpu")
 
 
-@pytest.mark.parametrize("change", [("lr = 0.", "lr = 1."), ("seed = 3", "seed = 7")])
+@pytest.mark.parametrize("change", [("epochs = 3", "epochs = 4"), ("seed = 3", "seed = 7")])
 def test_settings_of_one_run_that_were_changed_are_named(tmp_path, change):
     start(tmp_path / "runs")
     path = tmp_path / "runs" / "seed3" / "config.toml"
