@@ -3,17 +3,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types docs format clean
+.PHONY: demo report test lint types docs tables format clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt tests/requirements-no-deps.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bsam needs Python 3.11 or newer, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs,experiments,theory]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement tests/requirements-no-deps.txt
 	touch $@
 
 demo: $(VENV)/.installed  ## train eight methods on digits and write report/index.html
 	$(BIN)/bsam demo
+
+report: $(VENV)/.installed  ## write report/paper.html from the records in results/
+	$(BIN)/bsam report
 
 test: $(VENV)/.installed  ## run the tests, the code in README and docs, and the doctests
 	$(BIN)/python -m pytest
@@ -31,6 +35,9 @@ types: $(VENV)/.installed
 
 docs: $(VENV)/.installed  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+tables: $(VENV)/.installed  ## write the tables of README and docs anew from results/
+	$(BIN)/bsam tables
 
 clean:
 	rm -rf $(VENV) site report .pytest_cache .mypy_cache .ruff_cache .hypothesis

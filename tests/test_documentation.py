@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from bsam.experiments import demo
+from bsam.experiments.comparison import TABLES
+from bsam.experiments.tables import pages, rewrite
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -43,10 +45,13 @@ def test_links_to_files_lead_somewhere(page):
         assert (page.parent / target).exists(), target
 
 
-def test_the_readme_shows_the_recorded_demo():
-    record = json.loads((ROOT / "results" / "demo.json").read_text())
-    shown = re.search(r"<!-- results/demo.json -->\n(.*?)\n<!-- end -->", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert shown.group(1) == demo.markdown(record)
+def test_the_tables_of_the_pages_are_those_of_the_records():
+    shown = []
+    for page in pages(ROOT):
+        text = page.read_text()
+        assert rewrite(text, ROOT / "results") == text, f"{page} is stale: make tables"
+        shown += re.findall(r"^<!-- table: (\S+) -->$", text, re.MULTILINE)
+    assert {"demo", *TABLES} <= set(shown)
 
 
 def test_the_demo_is_set_as_it_was_tuned_and_recorded():

@@ -515,6 +515,24 @@ def test_reliability_diagram(plt):
     ax.figure.canvas.draw()
 
 
+def test_reliability_table_goes_through_json():
+    table = M.reliability(P.log(), Y, num_bins=10)
+    rows = json.loads(json.dumps(table.as_rows(), allow_nan=False))
+    assert rows[0] == [0, None, None]
+    back = M.ReliabilityTable.from_rows(rows)
+    for name in ("count", "confidence", "accuracy"):
+        torch.testing.assert_close(getattr(back, name), getattr(table, name), equal_nan=True, rtol=0, atol=0)
+
+
+def test_reliability_diagram_of_a_table(plt):
+    log_probs, labels = random_predictions(500)
+    table = M.reliability(log_probs, labels, num_bins=12)
+    ours, theirs = (M.reliability_diagram(x, num_bins=12) for x in (table, (log_probs, labels)))
+    for mine, other in zip(ours.patches, theirs.patches, strict=True):
+        assert mine.get_bbox().bounds == other.get_bbox().bounds
+    assert ours.get_legend().get_title().get_text() == theirs.get_legend().get_title().get_text()
+
+
 def test_reliability_diagram_on_given_axes(plt):
     fig, axes = plt.subplots(1, 2)
     log_probs, labels = random_predictions(50)

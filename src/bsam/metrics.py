@@ -22,7 +22,8 @@ of Guo et al. are closed on the right. scikit-learn halves the Brier score of tw
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -89,6 +90,17 @@ class ReliabilityTable:
     count: Tensor
     confidence: Tensor
     accuracy: Tensor
+
+    def as_rows(self) -> list[list[float | None]]:
+        """Count, confidence and accuracy of each bin as plain numbers, for JSON: None for NaN."""
+        columns = (self.count, self.confidence, self.accuracy)
+        return [[None if math.isnan(x) else x for x in row] for row in torch.stack(columns, dim=1).tolist()]
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[float | None]]) -> ReliabilityTable:
+        """The table whose `as_rows` these are."""
+        numbers = [[math.nan if x is None else x for x in row] for row in rows]
+        return cls(*torch.tensor(numbers, dtype=torch.float64).unbind(dim=1))
 
 
 class _Examples(NamedTuple):
@@ -313,12 +325,14 @@ def reliability(log_probs: Tensor, labels: Tensor, num_bins: int = 20) -> Reliab
     return _whole((log_probs, labels), num_bins).reliability()
 
 
-def reliability_diagram(predictions: _Predictions, *, num_bins: int = 20, ax: Axes | None = None) -> Axes:
+def reliability_diagram(
+    predictions: _Predictions | ReliabilityTable, *, num_bins: int = 20, ax: Axes | None = None
+) -> Axes:
     """Draws accuracy against confidence, bin by bin, below a histogram of the confidences.
 
     Args:
-        predictions: an object with `.log_probs` (n, K) and `.labels` (n,), or the tuple of the two.
-        num_bins: number of confidence bins.
+        predictions: an object with `.log_probs` (n, K) and `.labels` (n,), or the tuple of the two, or their bins.
+        num_bins: number of confidence bins, where `predictions` are not bins already.
         ax: where to draw; a new figure if None.
     """
     try:
@@ -327,7 +341,8 @@ def reliability_diagram(predictions: _Predictions, *, num_bins: int = 20, ax: Ax
         raise ImportError(
             'reliability_diagram needs matplotlib, which is missing: pip install "bsam[experiments]"'
         ) from error
-    table = _whole(predictions, num_bins).reliability()
+    table = predictions if isinstance(predictions, ReliabilityTable) else _whole(predictions, num_bins).reliability()
+    num_bins = len(table.count)
     filled = table.count > 0
     center = ((filled.nonzero().flatten() + 0.5) / num_bins).tolist()
     count, confidence, accuracy = (column[filled] for column in (table.count, table.confidence, table.accuracy))

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from bsam.experiments import figures
 from bsam.experiments.commands import app
-from bsam.experiments.figures import duality, logistic, moons, numbers, objectives, relaxed, style
+from bsam.experiments.figures import data_sets, duality, logistic, moons, numbers, objectives, relaxed, style
 from bsam.theory.fenchel import biconjugate, max_loss
 from bsam.theory.gaussian import Diagonal
-from bsam.theory.losses import logistic_regression, quadratic, three_minima
+from bsam.theory.losses import logistic_regression, murphy_data, quadratic, three_minima
 from bsam.theory.objectives import elbo
 
 ROOT = Path(__file__).parent.parent.parent
@@ -43,8 +43,14 @@ def surfaces():
 
 @pytest.fixture(scope="module")
 def logistic_result():
-    settings = logistic.Settings(bsam_steps=2500, bsam_betas=(0.9, 0.997), sam_steps=500, weight_grid=101, map_grid=21)
+    settings = logistic.Settings(bsam_steps=2500, bsam_betas=(0.9, 0.995), weight_grid=201, map_grid=21)
     return logistic.compute_logistic(settings)
+
+
+@pytest.fixture(scope="module")
+def sets():
+    settings = logistic.Settings(bsam_steps=1500, bsam_betas=(0.9, 0.99), map_grid=11)
+    return data_sets.compute_data_sets(20, settings=settings)
 
 
 @pytest.fixture(scope="module")
@@ -160,40 +166,78 @@ class TestLogistic:
         cell = (logistic_result.weights[1] - logistic_result.weights[0]) ** 2
         np.testing.assert_allclose(logistic_result.density.sum() * cell, 1)
 
-    def test_sam_is_overconfident_far_away(self, logistic_result):
-        r = logistic_result
-        far = np.abs(r.x[:, None]) + np.abs(r.x) > 8
-        certainty = {name: np.abs(p - 0.5)[far].mean() for name, p in r.maps.items()}
-        assert certainty["sam"] > certainty["bsam"] > certainty["exact"]
-        assert certainty["bsam_undamped"] < certainty["exact"]
+    def test_sam_is_overconfident_and_laplace_underconfident(self, logistic_result):
+        """The caption of the paper's Figure 3."""
+        confidence = {name: logistic_result.confidence(name) for name in logistic_result.maps}
+        assert confidence["sam"] > confidence["exact"] + 0.004
+        assert confidence["laplace"] < confidence["exact"] - 0.04
+        assert abs(confidence["bsam"] - confidence["exact"]) < 0.01  # after a quarter of the steps
 
     def test_who_is_close_to_exact_bayes(self, logistic_result):
         distance = {name: logistic_result.distance(name) for name in logistic_result.maps}
         assert distance["exact"] == 0
-        assert distance["mean_field"] < distance["laplace"] < distance["bsam"] < 0.4 * distance["sam"]
-        assert distance["bsam_sqrt_n"] < distance["bsam"]
-        assert distance["bsam_undamped"] > 0.8 * distance["sam"]
+        assert distance["mean_field"] < distance["bsam"] < distance["sam"] < distance["laplace"]
+        assert distance["bsam"] < distance["bsam_sqrt_n"] < distance["bsam_undamped"] < distance["laplace"]
+
+    def test_laplace_puts_its_mass_where_the_data_cannot_be(self, logistic_result):
+        share = logistic_result.separating
+        assert share["sam"] == 1
+        assert share["exact"] > 0.9
+        assert share["bsam"] > 0.85
+        assert share["laplace"] < 0.6
 
     def test_who_is_wide(self, logistic_result):
         v = {name: q.variances for name, q in logistic_result.gaussians.items()}
-        assert (v["bsam"] < v["mean_field"]).all()
-        assert (v["mean_field"] < v["laplace"]).all()
-        assert (v["laplace"] < v["exact"]).all()
-        assert (v["exact"] < v["bsam_undamped"]).all()
+        assert (v["bsam"] < v["bsam_sqrt_n"]).all()
+        assert (v["bsam_sqrt_n"] < v["laplace"]).all()
+        assert (v["laplace"] < v["mean_field"]).all()
+        assert (v["mean_field"] < v["exact"]).all()
 
     def test_s_star_explains_the_variances(self, logistic_result):
         r = logistic_result
-        for name, fixed in r.fixed_point.items():
-            np.testing.assert_allclose(r.gaussians[name].variances, fixed, rtol=0.08)  # s fluctuates
+        np.testing.assert_allclose(r.gaussians["bsam"].variances, r.fixed_point["bsam"], rtol=0.08)  # s fluctuates
         np.testing.assert_allclose(r.gaussians["bsam"].variances, r.stationary["bsam"], rtol=0.15)
 
     def test_the_mean_field_solution_is_stationary(self, logistic_result):
         loss = logistic_regression(logistic_result.features, logistic_result.labels)
         q = logistic_result.gaussians["mean_field"]
-        best = elbo(loss, q.mean, q.variances, 1.0, family=Diagonal(2))
-        for change in (0.9, 1.1):
-            assert elbo(loss, q.mean, change * q.variances, 1.0, family=Diagonal(2)) < best
-            assert elbo(loss, change * q.mean, q.variances, 1.0, family=Diagonal(2)) < best
+        prior_precision = logistic_result.settings.prior_precision
+        best = elbo(loss, q.mean, q.variances, prior_precision, family=Diagonal(2))
+        for change in (0.95, 1.05):
+            assert elbo(loss, q.mean, change * q.variances, prior_precision, family=Diagonal(2)) < best
+            assert elbo(loss, change * q.mean, q.variances, prior_precision, family=Diagonal(2)) < best
+
+
+class TestDataSets:
+    def test_laplace_is_underconfident_everywhere(self, sets):
+        for prior_precision in sets.confidence:
+            assert (sets.excess(prior_precision, "laplace") < 0).all()
+        assert (sets.excess(0.01, "sam")[sets.separable] > 0).mean() > 0.8
+
+    def test_separable(self, sets):
+        """Against a search over directions."""
+        angles = np.linspace(0, 2 * np.pi, 20_000)
+        w = np.stack([np.cos(angles), np.sin(angles)], 1)
+        for seed, separable in enumerate(sets.separable):
+            x, y = murphy_data(seed)
+            assert ((y * (w @ x.T)).min(1) > 0).any() == separable
+        assert 0 < sets.separable.sum() < len(sets.separable)
+
+    @pytest.mark.filterwarnings("ignore:after 20 steps")  # bSAM is not looked at
+    def test_a_row_is_what_the_figure_computes(self, monkeypatch):
+        """All data sets at once, an integral in polar coordinates, against one alone on a square grid."""
+        settings = logistic.Settings(bsam_steps=20, sam_steps=200, weight_grid=201, map_grid=11)
+        seed = 1
+        monkeypatch.setattr(logistic, "murphy_data", lambda: murphy_data(seed))
+        alone = logistic.compute_logistic.__wrapped__(settings)
+        together = data_sets.compute_data_sets(3, (settings.prior_precision,), settings)
+        for name in ("exact", "sam", "laplace"):
+            found = together.confidence[settings.prior_precision][name][seed]
+            np.testing.assert_allclose(found, _half_map_confidence(alone, name), atol=2e-4)
+
+
+def _half_map_confidence(result, name):
+    return np.abs(result.maps[name][result.x >= 0] - 0.5).mean() + 0.5
 
 
 class TestRelaxed:
@@ -232,6 +276,7 @@ RESULTS = {
     "biconjugate": "surfaces",
     "logistic": "logistic_result",
     "logistic-posterior": "logistic_result",
+    "data-sets": "sets",
     "moons": "moons_result",
     "relaxed-bayes": "relaxed_result",
 }
@@ -312,7 +357,7 @@ def shape(value):
 
 class TestRecord:
     def test_the_record_is_what_the_code_computes(
-        self, neighbourhood, smoothing, theorem_2, logistic_result, relaxed_result, moons_result
+        self, neighbourhood, smoothing, theorem_2, logistic_result, sets, relaxed_result, moons_result
     ):
         """In shape everywhere, and in number where that is quick."""
         fresh = {
@@ -320,6 +365,7 @@ class TestRecord:
             "smoothing": numbers.of_smoothing(smoothing),
             "theorem_2": numbers.of_theorem_2(theorem_2),
             "logistic": numbers.of_logistic(logistic_result),
+            "data_sets": numbers.of_data_sets(sets),
             "relaxed_bayes": numbers.of_relaxed(relaxed_result),
             "moons": numbers.of_moons(moons_result),
         }
@@ -337,8 +383,17 @@ class TestRecord:
 
     def test_the_numbers_are_sane(self):
         assert RECORD["theorem_2"]["largest_difference_without_kink"] < 1e-8
-        for name, fixed in RECORD["logistic"]["variances_by_fixed_point"].items():
-            np.testing.assert_allclose(RECORD["logistic"]["variances"][name], fixed, rtol=0.02)  # as the page says
+        fixed = RECORD["logistic"]["variances_by_fixed_point"]
+        np.testing.assert_allclose(
+            RECORD["logistic"]["variances"]["bsam"], fixed["bsam"], rtol=0.01
+        )  # as the page says
+        confidence = RECORD["logistic"]["mean_confidence"]
+        assert confidence["laplace"] < confidence["bsam"] < confidence["exact"] < confidence["sam"]
+        assert confidence["exact"] - confidence["bsam"] < 0.6 * (confidence["sam"] - confidence["exact"])
+        for row in RECORD["data_sets"]:
+            assert row["overconfident"]["laplace"] == 0  # underconfident on all 200 data sets, with both priors
+            assert row["overconfident"]["sam"] > 0.85 * row["num_sets"]
+        assert sum(row["num_sets"] for row in RECORD["data_sets"]) == 2 * 200
         v = {name: np.array(value) for name, value in RECORD["relaxed_bayes"]["variances"].items()}
         np.testing.assert_allclose(v["relaxed"], [0.059, 0.054], atol=0.002)
         assert (v["relaxed"] < 0.4 * v["bayes"]).all()

@@ -334,6 +334,7 @@ def test_bfloat16_autocast(name):
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own doing
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_without_graph_breaks(name):
     model, (x, _) = make(name).eval(), examples(name)

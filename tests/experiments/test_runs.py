@@ -162,6 +162,10 @@ def test_a_run_leaves_everything_that_is_needed(tmp_path):
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert set(record["evaluations"]["test"]) == {"0", "4"}
     assert record["evaluations"]["test"]["4"]["intervals"]["nll"][0] <= results["4"].nll
+    bins = record["evaluations"]["test"]["4"]["reliability"]
+    assert sum(count for count, _, _ in bins) == results["4"].num_examples
+    gap = sum(count * abs(accuracy - confidence) for count, confidence, accuracy in bins if count)
+    assert gap / results["4"].num_examples == pytest.approx(results["4"].ece)
     saved = bsam.Predictions.load(tmp_path / "run" / "predictions-test-4.safetensors")
     assert bsam.metrics.summary(saved, num_bootstrap=0).nll == results["4"].nll
     assert (tmp_path / "run" / "reliability-test-4.png").stat().st_size > 5000

@@ -137,14 +137,17 @@ def test_the_command_trains_and_resumes_them(tmp_path):
 
 
 def test_folders_with_runs_are_not_overwritten(tmp_path):
-    start(tmp_path / "a")
-    with pytest.raises(FileExistsError, match=rf"{tmp_path / 'a'} holds runs already: bsam train --resume"):
-        start(tmp_path / "a", seeds=[7, 8])
-    assert not (tmp_path / "a" / "seed7").exists()
-    Run.start(tmp_path / "b" / "seed3", short("bsam"), 3, preset="p", device="cpu")
-    with pytest.raises(FileExistsError, match=r"b/seed3 holds runs already"):
-        start(tmp_path / "b")
-    assert not (tmp_path / "b" / "seed0").exists()
+    Run.start(tmp_path / "a" / "seed3", short("bsam"), 3, preset="p", device="cpu")
+    with pytest.raises(FileExistsError, match=r"a/seed3 holds a run already"):
+        start(tmp_path / "a")
+    assert not (tmp_path / "a" / "seed0").exists()
+    stack = start(tmp_path / "b")
+    with pytest.raises(FileExistsError, match=rf"{tmp_path / 'b'} holds runs that are not finished: bsam train --res"):
+        start(tmp_path / "b", seeds=[7, 8])
+    assert not (tmp_path / "b" / "seed7").exists()
+    stack.train()
+    start(tmp_path / "b", seeds=[7, 8]).train()
+    assert Stack.resume(tmp_path / "b", device="cpu").finished
 
 
 @pytest.mark.parametrize("seeds", [[], [1, 1]])

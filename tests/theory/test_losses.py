@@ -7,6 +7,7 @@ from bsam.theory.losses import (
     Majorant,
     from_torch,
     logistic_regression,
+    murphy_data,
     quadratic,
     separable_data,
     three_minima,
@@ -82,6 +83,16 @@ def test_the_data_are_separable_by_a_line_through_zero():
     margins = (y * (np.stack([np.cos(angles), np.sin(angles)], 1) @ x.T)).min(1)
     assert margins.max() > 0.1
     np.testing.assert_array_equal(x, separable_data()[0])
+
+
+def test_the_books_data():
+    """As numpy.random.seed(135) and two randn(30, 2) give them; and separable."""
+    x, y = murphy_data()
+    np.testing.assert_array_equal(y, np.repeat([1.0, -1.0], 30))
+    np.testing.assert_allclose(x[0], [-0.26485598, 6.18428092])
+    np.testing.assert_allclose(x[30:].mean(0), [-4.68958964, 0.81458187], atol=1e-6)
+    angles = np.linspace(0, 2 * np.pi, 1000)
+    assert (y * (np.stack([np.cos(angles), np.sin(angles)], 1) @ x.T)).min(1).max() > 0.1
 
 
 def test_from_torch_agrees_with_written_derivatives():

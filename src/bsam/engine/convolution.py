@@ -42,7 +42,7 @@ def decompositions(*, least_groups: int = 2) -> dict[Any, Callable[..., Any]]:
             and not transposed
             and all(len(set(pair)) == 1 for pair in (w.shape[2:], stride, padding))
             and set(dilation) == {1}
-            and max(w.shape[0] // groups, w.shape[1]) >= 16  # tensor cores work on 16 channels at least
+            and max(w.shape[0] // groups, w.shape[1]) >= 4  # not depthwise: tiles have 16 channels
             and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
         )
 
@@ -195,8 +195,9 @@ def weight_tiles(num_in: int, num_out: int, size: int) -> tuple[int, int, int, i
 
     A tile of few input channels takes a row of taps at once, so that the matrix product is not too narrow.
     """
-    across = size if num_in < 64 and size <= 4 else 1
-    block_in, block_out = (min(128, max(16, power_of_2(n))) for n in (num_in, num_out))
+    across = size if num_in <= 32 and 1 < size <= 8 else 1
+    block_in, block_out = min(128, power_of_2(num_in)), min(128, max(16, power_of_2(num_out)))
+    block_in = max(block_in, 16 // power_of_2(across))  # products have 16 columns at least
     return across, block_in, block_out, size * size // across * -(-num_in // block_in) * -(-num_out // block_out)
 
 
@@ -204,5 +205,5 @@ def num_chunks(dy: Tensor, num_in: int, num_out: int, size: int, groups: int) ->
     """Into how many parts its pixels are cut: enough programs to fill a large GPU, of 128 pixels at least."""
     pixels = dy.shape[0] * dy.shape[2] * dy.shape[3]
     _, block_in, block_out, tiles = weight_tiles(num_in, num_out, size)
-    programs = 768 if block_in * block_out < 64 * 64 else 396
+    programs = 576 if block_in * block_out < 64 * 64 else 396
     return max(1, min(-(-programs // (groups * tiles)), -(-pixels // 128)))

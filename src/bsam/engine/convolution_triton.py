@@ -82,12 +82,11 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 def _weight_kernel(  # type: ignore[no-untyped-def]
     x, dy, dw, pixels, in_height, in_width, out_height, out_width, chunk,
     IN: tl.constexpr, OUT: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, ACROSS: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    SIZE: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
-    # A program takes ACROSS neighbouring taps (padded to a power of two), and a block of input and of output channels.
+    # A program takes ACROSS neighbouring taps, padded to WIDE, and a block of input and of output channels.
     TILES: tl.constexpr = SIZE // ACROSS
-    WIDE: tl.constexpr = 1 if ACROSS == 1 else 4
     BLOCKS: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
     part, group, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tap_row, first_tap = tile // TILES % SIZE, tile % TILES * ACROSS
@@ -123,8 +122,9 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
 def gather_blocks(num_in: int, num_out: int, size: int, itemsize: int) -> tuple[int, int, int, int, int, int]:
     """Taps, pixels, input and output channels of one tile, warps and pipeline stages."""
     block_out = min(128, max(16, power_of_2(num_out)))
-    if num_in <= 32 and 1 < size <= 4:  # a row of taps at once, or the matrix products would be too short
-        return 4, 128, max(4, power_of_2(num_in)), block_out, 8 if block_out >= 128 else 4, 3
+    if num_in <= 32 and 1 < size <= 8:  # a row of taps at once, or the matrix products would be too short
+        wide = power_of_2(size)
+        return wide, 128, max(16 // wide, power_of_2(num_in)), block_out, 8 if block_out >= 128 else 4, 3
     block_in = min(64 if itemsize == 2 else 32, max(16, power_of_2(num_in)))
     return 1, 64 if block_out <= 64 else 128, block_in, block_out, 8 if block_out >= 128 else 4, 3
 
@@ -181,6 +181,7 @@ def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: 
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _weight_kernel[(chunks, groups, tiles)](
             x, dy, dw, pixels, *x.shape[2:], *dy.shape[2:], chunk,
-            num_in, num_out, groups, size, across, stride, padding, precision, block_p, block_in, block_out,
+            num_in, num_out, groups, size, across, power_of_2(across), stride, padding, precision,
+            block_p, block_in, block_out,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip

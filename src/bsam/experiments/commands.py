@@ -58,6 +58,8 @@ def about(
 
     Train and evaluate:    [bold]bsam train table6/mnist/bsam --out runs/mnist[/bold]
                            [bold]bsam evaluate runs/mnist/seed0[/bold]
+
+    Reproduce the paper:   [bold]bsam reproduce table6 --dry-run[/bold]
     """
 
 
@@ -317,7 +319,7 @@ def figure(
 ) -> None:
     """Draw a figure of the theory, or list them.
 
-    The paper's figures on toy problems; all of them take about two minutes. Examples:
+    The paper's figures on toy problems; all of them take about three minutes. Examples:
 
     [bold]bsam figure smoothing --out smoothing.svg[/bold]
 
@@ -369,3 +371,7 @@ def _progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
             bar.update(task, advance=1, description=f"{what} {METHODS[method]:13}")
 
         yield advance
+
+
+from bsam.experiments.report import command as _report  # noqa: E402, F401 (registers its command on `app`)
+from bsam.experiments.reproduce import commands as _reproduce  # noqa: E402, F401 (registers its commands on `app`)

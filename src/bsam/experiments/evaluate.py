@@ -75,7 +75,9 @@ def evaluate(
         predictions = bsam.Predictions.load(file)
         _draw(predictions, folder / f"reliability-{part}-{count}.png")
         results[str(count)] = summary = bsam.metrics.summary(predictions)
-        evaluations[str(count)] = {**summary.as_dict(), **origin, "sha256": _sha256(file)}
+        assert predictions.labels is not None
+        bins = bsam.metrics.reliability(predictions.log_probs, predictions.labels).as_rows()
+        evaluations[str(count)] = {**summary.as_dict(), "reliability": bins, **origin, "sha256": _sha256(file)}
         write_json(path, record)
     return results
 

@@ -40,11 +40,15 @@ class Stack:
     ) -> Stack:
         """New runs; refuses folders that hold some."""
         _check_seeds(seeds)
-        for path in (folder / "stack.toml", *(folder / f"seed{seed}" / "config.toml" for seed in seeds)):
-            if path.exists():
-                raise FileExistsError(
-                    f"{path.parent} holds runs already: bsam train --resume {path.parent}, or choose another --out."
-                )
+        path = folder / "stack.toml"
+        for seed in seeds:
+            if (folder / f"seed{seed}" / "config.toml").exists():
+                where = folder / f"seed{seed}"
+                raise FileExistsError(f"{where} holds a run already: go on with it, or choose another --out.")
+        if path.exists() and not all((folder / f"seed{seed}" / "record.json").exists() for seed in _read_seeds(path)):
+            raise FileExistsError(
+                f"{folder} holds runs that are not finished: bsam train --resume {folder}, or choose another --out."
+            )
         dataset = load(config.dataset, data, device=choose_device(device), validation=config.validation)
         runs = [
             Run.start(
@@ -59,18 +63,14 @@ class Stack:
             )
             for seed in seeds
         ]
-        write_text(folder / "stack.toml", f"seeds = {list(seeds)}\n")
+        write_text(path, f"seeds = {list(seeds)}\n")
         return cls(folder, runs)
 
     @classmethod
     def resume(cls, folder: Path, *, device: str | None = None, data: Path | None = None) -> Stack:
         """The runs in `folder`, at their last checkpoint, or at their beginning if there is none."""
         path = folder / "stack.toml"
-        try:
-            seeds = tomllib.loads(path.read_text(encoding="utf-8"))["seeds"]
-            _check_seeds(seeds)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} does not list the seeds of runs: {error}") from error
+        seeds = _read_seeds(path)
         folders = [folder / f"seed{seed}" for seed in seeds]
         first = Run.resume(folders[0], device=device, data=data)
         rest = [Run.resume(each, device=device, data=data, dataset=first.trainer.dataset) for each in folders[1:]]
@@ -119,6 +119,15 @@ class Stack:
         for run in self.runs:
             run.save()
         self.checkpoint.unlink()
+
+
+def _read_seeds(path: Path) -> list[int]:
+    try:
+        seeds: list[int] = tomllib.loads(path.read_text(encoding="utf-8"))["seeds"]
+        _check_seeds(seeds)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not list the seeds of runs: {error}") from error
+    return seeds
 
 
 def _check_seeds(seeds: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bsam.experiments.figures import duality, logistic, moons, objectives, relaxed
+from bsam.experiments.figures import data_sets, duality, logistic, moons, objectives, relaxed
 from bsam.experiments.figures.style import new_figure, save
 
 __all__ = ["FIGURES", "Picture", "draw", "picture"]
@@ -79,6 +79,12 @@ FIGURES: dict[str, Picture] = {
         (10, 3.7),
         logistic.compute_logistic,
         logistic.draw_posterior,
+    ),
+    "data-sets": Picture(
+        "who is over- and underconfident on 200 data sets (not in the paper)",
+        (9, 3.6),
+        data_sets.compute_data_sets,
+        data_sets.draw_data_sets,
     ),
     "moons": Picture(
         "predictions of bSAM, SAM and SAM + Laplace on two moons (appendix)",

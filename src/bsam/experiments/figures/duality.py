@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from bsam.experiments.figures.objectives import MINIMA
 from bsam.experiments.figures.style import BLACK, BLUE, GRAY, GREEN, ORANGE, PURPLE, RED
@@ -156,6 +157,9 @@ def draw_biconjugate(result: Surfaces, figure: Figure) -> None:
     right.set(xlabel="omega", ylabel="v", xticks=[-4, -2, 0, 2, 4], yticks=[0, *result.slices])
     right.set_title("over (omega, v), slices at v = " + ", ".join(f"{v:g}" for v in result.slices), fontsize=10)
     right.view_init(elev=30, azim=-55)
+    names = {"f": BLUE, "f**": RED, "-loss, where v = 0": BLACK}
+    handles = [Line2D([], [], color=colour, lw=2, label=name) for name, colour in names.items()]
+    figure.legend(handles=handles, loc="lower center", ncols=3, fontsize=8)
 
 
 def _surfaces(axes: Axes, x: Array, y: Array, f: Array, lower: Array) -> None:

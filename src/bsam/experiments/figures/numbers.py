@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from bsam.experiments.figures.data_sets import DataSets, compute_data_sets, prior_name
 from bsam.experiments.figures.logistic import METHODS, Logistic, compute_logistic
 from bsam.experiments.figures.moons import Moons, compute_moons
 from bsam.experiments.figures.objectives import (
@@ -37,6 +38,7 @@ def compute_numbers() -> dict[str, Any]:
         "smoothing": of_smoothing(compute_smoothing()),
         "theorem_2": of_theorem_2(compute_theorem_2()),
         "logistic": of_logistic(compute_logistic()),
+        "data_sets": of_data_sets(compute_data_sets()),
         "relaxed_bayes": of_relaxed(compute_relaxed()),
         "moons": of_moons(compute_moons()),
     }
@@ -82,12 +84,35 @@ def of_logistic(result: Logistic) -> dict[str, Any]:
     return {
         "settings": dataclasses.asdict(result.settings),
         "num_data": len(result.labels),
+        "mean_confidence": {name: _rounded(result.confidence(name)) for name in result.maps},
+        "mass_on_separating_weights": {name: _rounded(result.separating[name]) for name in result.maps},
         "total_variation_to_exact": {name: _rounded(result.distance(name)) for name in result.maps if name != "exact"},
         "means": {**{name: _rounded(q.mean) for name, q in result.gaussians.items()}, "sam": _rounded(result.point)},
         "variances": {name: _rounded(q.variances) for name, q in result.gaussians.items()},
         "variances_by_s_star": {name: _rounded(value) for name, value in result.stationary.items()},
         "variances_by_fixed_point": {name: _rounded(value) for name, value in result.fixed_point.items()},
     }
+
+
+def of_data_sets(result: DataSets) -> list[dict[str, Any]]:
+    """By prior, for the separable data sets and the others: how often who is too confident, and by how much."""
+    rows = []
+    for prior_precision in result.confidence:
+        for separable in (True, False):
+            chosen = result.separable == separable
+            excess = {name: result.excess(prior_precision, name)[chosen] for name in ("sam", "bsam", "laplace")}
+            distance = {name: np.abs(values) for name, values in excess.items()}
+            rows.append(
+                {
+                    "prior_precision": prior_precision,
+                    "separable": separable,
+                    "num_sets": int(chosen.sum()),
+                    "overconfident": {name: int((values > 0).sum()) for name, values in excess.items()},
+                    "median_excess": {name: _rounded(np.median(values)) for name, values in excess.items()},
+                    "bsam_closest": int((distance["bsam"] < np.minimum(distance["sam"], distance["laplace"])).sum()),
+                }
+            )
+    return rows
 
 
 def of_relaxed(result: Relaxed) -> dict[str, Any]:
@@ -119,13 +144,22 @@ def _rounded(value: Array | float) -> Any:
 def markdown(record: dict[str, Any]) -> dict[str, str]:
     """The tables of the page on the theory, by part of the record."""
     part = record["logistic"]
-    head = "| method | distance to exact Bayes | variances | by s* | by the fixed point |"
-    rows = [head, "|---|---|---|---|---|"]
+    head = "| method | mean confidence | separating | distance to exact | variances | by s* | by the fixed point |"
+    rows = [head, "|---|---|---|---|---|---|---|"]
     for name, title in METHODS.items():
         distance = part["total_variation_to_exact"].get(name)
         columns = [part[key].get(name) for key in ("variances", "variances_by_s_star", "variances_by_fixed_point")]
-        cells = ["-" if distance is None else f"{distance:.4f}", *map(_pair, columns)]
+        cells = [f"{part[key][name]:.3f}" for key in ("mean_confidence", "mass_on_separating_weights")]
+        cells += ["-" if distance is None else f"{distance:.4f}", *map(_pair, columns)]
         rows.append(f"| {title} | {' | '.join(cells)} |")
+    sets = ["| prior | data sets | SAM over | Laplace under | bSAM closest | median excess: SAM | bSAM | Laplace |"]
+    sets.append("|---|---|---|---|---|---|---|---|")
+    for row in record["data_sets"]:
+        count, over = row["num_sets"], row["overconfident"]
+        cells = [prior_name(row["prior_precision"]), f"{count}, {'' if row['separable'] else 'not '}separable"]
+        cells += [f"{share / count:.0%}" for share in (over["sam"], count - over["laplace"], row["bsam_closest"])]
+        cells += [f"{row['median_excess'][name]:+.4f}" for name in ("sam", "bsam", "laplace")]
+        sets.append(f"| {' | '.join(cells)} |")
     relaxed = record["relaxed_bayes"]
     others = ["| objective | variances | ELBO | gap f - f** |", "|---|---|---|---|"]
     for name, title in _RELAXED.items():
@@ -133,7 +167,7 @@ def markdown(record: dict[str, Any]) -> dict[str, str]:
         others.append(f"| {title} | {' | '.join(cells)} |")
     reported = relaxed["elbo_gap_reported_by_sampled_tangents"]
     others.append(f"| what {relaxed['num_tangents']} sampled tangents report there | | | {reported:.2f} |")
-    return {"logistic": "\n".join(rows), "relaxed_bayes": "\n".join(others)}
+    return {"logistic": "\n".join(rows), "data_sets": "\n".join(sets), "relaxed_bayes": "\n".join(others)}
 
 
 def _pair(values: list[float] | None) -> str:

@@ -107,7 +107,7 @@ def draw_sam_vs_bayes(result: Neighbourhood, figure: Figure) -> None:
     for axes in (left, right):
         axes.plot(result.theta, result.loss, color=GRAY, lw=2)
         axes.plot(result.omega, loss(result.omega), "o", color=BLACK, zorder=4)
-        axes.annotate("omega", (result.omega, float(loss(result.omega))), (7, -11), textcoords="offset points")
+        axes.annotate("omega", (result.omega, float(loss(result.omega))), (8, 6), textcoords="offset points")
         axes.set_xlabel("theta")
     left.set_ylabel("loss")
     left.axvspan(result.omega - result.rho, result.omega + result.rho, color=RED, alpha=0.13, lw=0)
@@ -193,6 +193,12 @@ def minima(grid: Array, values: Array) -> Array:
     return grid[1:-1][inner]
 
 
+def _name_minima(axes: Axes, theta: Array, curve: Array) -> None:
+    for name, place in MINIMA.items():
+        at = (place, float(np.interp(place, theta, curve)))
+        axes.annotate(name, at, (0, -13), textcoords="offset points", ha="center")
+
+
 def draw_smoothing(result: Smoothing, figure: Figure) -> None:
     """Figure 1(b): loss, expected loss and relaxation for growing variances."""
     panels = figure.subplots(1, len(result.variances), sharey=True)
@@ -203,14 +209,7 @@ def draw_smoothing(result: Smoothing, figure: Figure) -> None:
         for curve, colour, marker in ((expected, BLUE, "o"), (relaxed, RED, "s")):
             left = minima(result.omega, curve)
             axes.plot(left, np.interp(left, result.omega, curve), marker, color=colour, ms=5)
-        for name, place in MINIMA.items():
-            axes.annotate(
-                name,
-                (place, float(np.interp(place, result.omega, result.loss))),
-                (0, -13),
-                textcoords="offset points",
-                ha="center",
-            )
+        _name_minima(axes, result.omega, result.loss)
         axes.set_title(f"v = sigma² = {v:g}", fontsize=10)
         axes.set(xlabel="omega", xticks=[-4, -2, 0, 2, 4])
     panels[0].set_ylabel("loss")
@@ -369,14 +368,7 @@ def draw_theorem_2(result: TheoremTwo, figure: Figure) -> None:
         height = float(np.interp(place, result.theta, curve))
         left.plot(place, height, "*", color=colour, ms=12, mec=BLACK, mew=0.7, zorder=5)
     left.axvline(result.sam_minimiser, color=BLACK, lw=0.7, ls=":")
-    for name, place in MINIMA.items():
-        left.annotate(
-            name,
-            (place, float(np.interp(place, result.theta, result.regularised))),
-            (0, -13),
-            textcoords="offset points",
-            ha="center",
-        )
+    _name_minima(left, result.theta, result.regularised)
     left.set(xlabel="theta, or mean m", ylabel="objective", ylim=(0.2, 8), xlim=(-5.6, 4.3))
     left.legend(loc="upper left", fontsize=8)
     right.plot(result.radii, result.sam_minimisers, color=RED, lw=2.5, label="minimiser of E_SAM")

@@ -41,7 +41,8 @@ def save(figure: Figure, path: Path) -> Path:
         if path.suffix == ".png":  # 256 colours are enough, and a third of the size
             buffer = io.BytesIO()
             figure.savefig(buffer, dpi=110, format="png")
-            image = Image.open(buffer).convert("RGB").quantize(256)
+            # MAXCOVERAGE keeps the colours of thin lines, which median cut forgets; k-means makes up for its banding
+            image = Image.open(buffer).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=1)
             image.save(path, optimize=True)
         else:
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,57 @@ from torch import Tensor, nn
 from bsam.experiments.models.layers import HE, AppendZero, image_size, initialise
 
 __all__ = ["FilterResponseNorm", "resnet20_frn"]
+
+
+class _Normalise(torch.autograd.Function):
+    """z and r = 1 / sqrt(nu2 + eps) of `FilterResponseNorm`, with the derivative in closed form.
+
+    With v = x r and dy = dz where y > tau (half of it where they are equal), and sums over the pixels of a channel,
+
+        dx     =  gamma r (dy - v sum(dy v) / pixels)  -  dr r^3 x / pixels
+        dgamma =  sum(dy v),   dbeta = sum(dy),   dtau = sum(dz - dy)      (and over the examples)
+
+    Three sums serve everything: that is what automatic differentiation does not see.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, gamma: Tensor, beta: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        wide = _widened(x)
+        r = torch.rsqrt(wide.square().mean(dim=(-2, -1), keepdim=True) + eps)
+        y = _spread(gamma) * (wide * r) + _spread(beta)
+        return torch.maximum(y, _spread(tau)).to(x.dtype), r
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:4], output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor | None, dr: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, gamma, beta, tau, r = ctx.saved_tensors
+        wide, pixels = _widened(x), x.shape[-2] * x.shape[-1]
+        dx = dgamma = dbeta = dtau = None
+        if dz is not None:
+            dz, v = _widened(dz), wide * r
+            above = _spread(gamma) * v + _spread(beta) - _spread(tau)
+            dy = dz * torch.where(above > 0, 1.0, torch.where(above == 0, 0.5, 0.0))
+            sum_dz, sum_dy, sum_dyv = (t.sum(dim=(-2, -1), keepdim=True) for t in (dz, dy, dy * v))
+            dx = _spread(gamma) * r * (dy - v * (sum_dyv / pixels))
+            dgamma, dbeta, dtau = (t.sum(dim=(-4, -2, -1)) for t in (sum_dyv, sum_dy, sum_dz - sum_dy))
+        if dr is not None:
+            through_r = -dr * r**3 * wide / pixels
+            dx = through_r if dx is None else dx + through_r
+        return None if dx is None else dx.to(x.dtype), dgamma, dbeta, dtau, None
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _spread(parameter: Tensor) -> Tensor:
+    return parameter[:, None, None]
 
 
 class FilterResponseNorm(nn.Module):
@@ -39,11 +91,8 @@ class FilterResponseNorm(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The normalised and thresholded inputs."""
-        gamma, beta, tau = (p[:, None, None] for p in (self.gamma, self.beta, self.tau))
-        x = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
-        nu2 = x.square().mean(dim=(-2, -1), keepdim=True)
-        y = gamma * (x * torch.rsqrt(nu2 + self.eps)) + beta
-        return torch.maximum(y, tau).to(inputs.dtype)
+        outputs: Tensor = _Normalise.apply(inputs, self.gamma, self.beta, self.tau, self.eps)[0]
+        return outputs
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""

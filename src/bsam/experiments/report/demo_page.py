@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
@@ -17,6 +15,8 @@ import bsam
 from bsam.experiments.config import Config
 from bsam.experiments.demo import Map, cells
 from bsam.experiments.methods import METHODS
+from bsam.experiments.report.diagrams import draw_reliability
+from bsam.experiments.report.page import write_page
 from bsam.experiments.report.svg import draw_svg
 
 __all__ = ["write_demo_page"]
@@ -30,19 +30,19 @@ def write_demo_page(
     folder: Path, record: dict[str, Any], predictions: dict[str, bsam.Predictions], maps: dict[str, Map]
 ) -> Path:
     """Write `index.html` into `folder`: the table, reliability diagrams, and what two moons look like."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string((files("bsam.experiments.report") / "demo.html.j2").read_text())
-    page = template.render(
+    return write_page(
+        folder / "index.html",
+        "demo.html.j2",
         rows=cells(record),
         record=record,
-        reliability=[(METHODS[method], _reliability(method, p)) for method, p in predictions.items()],
+        reliability=[
+            (METHODS[m], draw_reliability(p, num_bins=10, label=f"Reliability diagram of {METHODS[m]}"))
+            for m, p in predictions.items()
+        ],
         moons=[(METHODS[method], _moons(method, m), _far_certainty(m)) for method, m in maps.items()],
         settings=[(METHODS[method], _settings(result["config"])) for method, result in record["methods"].items()],
         num_samples=record["methods"]["bsam"]["config"]["num_samples"],
     )
-    path = folder / "index.html"
-    path.write_text(page)
-    return path
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -50,15 +50,6 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     names = ("lr", "prior_precision", "rho", "damping", "splits", "beta2", "swag_lr")
     defaults = {field.name: field.default for field in dataclasses.fields(Config)}
     return {name: config[name] for name in names if config[name] != defaults[name]}
-
-
-def _reliability(method: str, predictions: bsam.Predictions) -> Markup:
-    def draw(axes: Axes) -> None:
-        bsam.metrics.reliability_diagram(predictions, num_bins=10, ax=axes)
-        if legend := axes.get_legend():
-            legend.remove()  # the caption says it
-
-    return Markup(draw_svg(draw, size=(3.0, 3.0), label=f"Reliability diagram of {METHODS[method]}"))
 
 
 def _moons(method: str, result: Map) -> Markup:

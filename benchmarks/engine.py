@@ -1,0 +1,399 @@
+"""How fast the engine is on one CUDA device, as ratios measured in one run.
+
+    python benchmarks/engine.py --out results/engine.json
+
+Each measurement is a process of its own: they compile side by side, then each measures while the others wait. Peers
+that are not installed (ivon-opt, jax) are left out, and said so in the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bsam
+from bsam.experiments.models import make_model
+from bsam.experiments.record import environment, write_json
+
+Measure = Callable[[], dict[str, Any]]
+"""Measures something that is built and compiled."""
+
+
+def seconds_per_call(call: Callable[[], Any], *, calls: int = 20, repeats: int = 7) -> float:
+    """The median over repeats of the mean over calls, by device events."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / calls)
+    return statistics.median(times)
+
+
+# ------------------------------------------------------------------ training steps
+
+
+def make_optimizer(method: str, model: nn.Module, splits: int, seed: int = 0) -> torch.optim.Optimizer:
+    if method == "bsam":
+        return bsam.BSAM(model.parameters(), lr=0.1, num_data=50_000, splits=splits, module=model, seed=seed)
+    if method == "sam":
+        sgd = {"lr": 0.1, "momentum": 0.9}
+        return bsam.SAM(model.parameters(), torch.optim.SGD, rho=0.05, splits=splits, module=model, **sgd)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def training_step(
+    method: str, *, network: str, batch: int, splits: int, precision: str, runs: int = 1, least_groups: int = 2
+) -> Measure:
+    """One captured step of `runs` runs together; least_groups=1: our convolutions also where there is one group."""
+    models = [make_model(network, num_classes=10, image_shape=(3, 32, 32), seed=k).cuda() for k in range(runs)]
+    if method == "sgd" and least_groups == 2:
+        models = [model.to(memory_format=torch.channels_last) for model in models]  # what cuDNN likes best
+    optimizers = [make_optimizer(method, model, splits, k) for k, model in enumerate(models)]
+    x = torch.randn(runs, batch, 3, 32, 32, device="cuda")
+    y = torch.randint(10, (runs, batch), device="cuda")
+    losses = [lambda x, y, model=model: F.cross_entropy(model(x).float(), y) for model in models]
+    begin = time.perf_counter()
+    step = bsam.TrainStep(
+        optimizers,
+        losses,
+        (x, y),
+        module=models,
+        precision="bfloat16" if precision == "bfloat16" else None,
+        least_groups=least_groups,
+    )
+    torch.cuda.synchronize()
+    built = time.perf_counter() - begin
+
+    def measure() -> dict[str, Any]:
+        milliseconds = seconds_per_call(lambda: step(x, y))
+        torch.cuda.reset_peak_memory_stats()
+        return {
+            "method": method,
+            "network": network,
+            "batch": batch,
+            "splits": splits,
+            "precision": precision,
+            "runs": runs,
+            "convolutions": "ours" if least_groups == 1 or splits * runs > 1 else "cuDNN",
+            "ms": milliseconds,
+            "ms_per_run": milliseconds / runs,
+            "build_s": built,
+            "kernels": kernel_table(lambda: step(x, y)) if PROFILE else None,
+        }
+
+    return measure
+
+
+PROFILE = bool(os.environ.get("BSAM_BENCHMARK_PROFILE"))
+
+
+def kernel_table(call: Callable[[], Any], calls: int = 5) -> list[tuple[float, float, str]]:
+    """Microseconds, launches and name of the kernels of a call, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    events = sorted(found.key_averages(), key=lambda event: -event.device_time_total)
+    total = ("all", sum(e.device_time_total for e in events), sum(e.count for e in events))
+    rows = [total, *((e.key[:100], e.device_time_total, e.count) for e in events[:40])]
+    return [(round(time / calls, 1), count / calls, name) for name, time, count in rows]
+
+
+# ------------------------------------------------------------------ arithmetic alone
+
+
+def gpt2_shapes() -> list[tuple[int, ...]]:
+    """The shapes of GPT-2's 124 million parameters."""
+    block = [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,), (768,), (768,)]
+    block += [(768, 3072), (3072,), (3072, 768), (768,)]
+    return [(50257, 768), (1024, 768), *(shape for _ in range(12) for shape in block), (768,), (768,)]
+
+
+def bsam_arithmetic() -> Measure:
+    """Sampling, perturbation and update of bSAM on packed parameters, gradients given: three passes over memory."""
+    from bsam.engine.packs import make_packs
+    from bsam.engine.sampling_triton import block_table, sample_posterior
+    from bsam.engine.tracing import Captured, compile_function
+    from bsam.optim.base import Slot, Tally
+
+    parameters = [nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in gpt2_shapes()]
+    optimizer = bsam.BSAM(parameters, lr=0.1, num_data=1e6)
+    slots = optimizer._slots()
+    packs = make_packs([slots], [str(i) for i in range(len(slots))])
+    first = [torch.randn_like(pack.weights[0]) for pack in packs]
+    second = [torch.randn_like(pack.weights[0]) for pack in packs]
+    theta = [torch.zeros_like(pack.weights)[:, None] for pack in packs]
+    magnitude = [torch.zeros_like(pack.weights[0]) for pack in packs]
+    tables = [block_table([s.index for s in p.runs[0]], p.offsets, p.sizes, torch.device("cuda")) for p in packs]
+    seeds = torch.zeros(1, dtype=torch.int64, device="cuda")
+    count = len(packs)
+    names = list(packs[0].state)
+    state = [pack.state[name][0] for pack in packs for name in names]
+    weights = [pack.weights[0] for pack in packs]
+
+    def packed(flat: tuple[Tensor, ...]) -> list[Slot]:
+        states = [dict(zip(names, flat[count + i * len(names) :], strict=False)) for i in range(count)]
+        group = optimizer.param_groups[0]
+        return [Slot(0, w, group, w.clone(), own) for w, own in zip(flat[:count], states, strict=True)]
+
+    class Given:
+        """Hands out the first gradient, and writes the perturbed weights where a model would read them."""
+
+        def __init__(self, gradients: list[Tensor], targets: list[Tensor]) -> None:
+            self.gradients, self.targets, self.calls = gradients, targets, 0
+
+        def __call__(self, wanted: Any) -> list[Tensor]:
+            self.calls += 1
+            if self.calls == 2:
+                for target, w in zip(self.targets, wanted, strict=True):
+                    target.copy_(w)
+            return self.gradients
+
+    def perturb(*flat: Tensor) -> list[Tensor]:
+        rest = flat[count + len(state) :]
+        gradients, targets, sums = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        tally = Tally()
+        optimizer._probe(packed(flat), targets, Given(list(gradients), list(targets)), tally)
+        for to, value in zip(sums, tally.means["curvature"], strict=True):
+            to.copy_(value)
+        return []
+
+    def update(*flat: Tensor) -> list[Tensor]:
+        rest = flat[count + len(state) :]
+        statistics = {"gradient": list(rest[:count]), "curvature": list(rest[count:])}
+        optimizer._update(packed(flat), statistics, None)
+        return []
+
+    flat_theta = [t[0, 0] for t in theta]
+    perturb_inputs = [*weights, *state, *first, *flat_theta, *magnitude]
+    update_inputs = [*weights, *state, *second, *magnitude]
+    compiled_perturb = compile_function(perturb, perturb_inputs)
+    compiled_update = compile_function(update, update_inputs)
+
+    def sample() -> None:
+        for pack, to, table in zip(packs, theta, tables, strict=True):
+            s, steps = pack.state["unit_precision"], pack.state["step"]
+            sample_posterior(to, pack.weights, s, table, steps, seeds, 1e6, 0)
+
+    def whole() -> None:
+        sample()
+        compiled_perturb(*perturb_inputs)
+        compiled_update(*update_inputs)
+
+    device = torch.device("cuda")
+    run = Captured(whole, device, undo=lambda: None)
+    parts = {
+        "sample": Captured(sample, device, undo=lambda: None),
+        "perturb": Captured(lambda: compiled_perturb(*perturb_inputs), device, undo=lambda: None),
+        "update": Captured(lambda: compiled_update(*update_inputs), device, undo=lambda: None),
+    }
+    numel = sum(p.numel() for p in parameters)
+
+    def measure() -> dict[str, Any]:
+        source = torch.empty(2**28, device="cuda")
+        target = torch.empty_like(source)
+        copy = seconds_per_call(lambda: target.copy_(source))
+        bandwidth = 2 * source.numel() * 4 / copy / 1e9
+        return {
+            "parameters": numel,
+            "ms": seconds_per_call(run),
+            "parts_ms": {name: seconds_per_call(part) for name, part in parts.items()},
+            "copy_TB_per_s": bandwidth,
+            "floor_16_passes_ms": 16 * numel * 4 / bandwidth / 1e9,
+        }
+
+    return measure
+
+
+def adamw_arithmetic() -> Measure:
+    parameters = [nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in gpt2_shapes()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    return lambda: {"ms": seconds_per_call(optimizer.step)}
+
+
+def ivon_arithmetic() -> Measure:
+    import ivon
+
+    parameters = [nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in gpt2_shapes()]
+    optimizer = ivon.IVON(parameters, lr=0.1, ess=1e6)
+    gradients = [torch.randn_like(p) for p in parameters]
+
+    def step() -> None:
+        with optimizer.sampled_params(train=True):
+            for p, g in zip(parameters, gradients, strict=True):
+                p.grad = g
+        optimizer.step()
+
+    return lambda: {"ms": seconds_per_call(step, calls=5)}
+
+
+# ------------------------------------------------------------------ memory, prediction
+
+
+def memory(vectorise: bool) -> Measure:
+    """Peak memory of `optimizer.step` beyond weights and state, in copies of the parameters; 8 splits."""
+
+    def measure() -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Linear(4096, 4096, bias=False)).cuda()
+        optimizer = bsam.BSAM(model.parameters(), num_data=1e4, splits=8, module=model, vectorise=vectorise)
+        x = torch.randn(16, 4096, device="cuda")
+        optimizer.step(lambda x: model(x).square().mean(), x)
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optimizer.step(lambda x: model(x).square().mean(), x)
+        copies = (torch.cuda.max_memory_allocated() - before) / sum(4 * p.numel() for p in model.parameters())
+        return {"copies": copies, "vectorise": vectorise}
+
+    return measure
+
+
+def prediction(precision: str) -> Measure:
+    """32 samples of ResNet-20 on 10,000 images, against 32 compiled passes over them with fixed weights."""
+    model = make_model("resnet20_frn", num_classes=10, image_shape=(3, 32, 32), seed=0).cuda()
+    optimizer = bsam.BSAM(model.parameters(), num_data=50_000, module=model, betas=(0.9, 0.5))
+    x = torch.randn(10_000, 3, 32, 32, device="cuda")
+    y = torch.randint(10, (10_000,), device="cuda")
+    for _ in range(5):
+        optimizer.step(lambda x, y: F.cross_entropy(model(x), y), x[:64], y[:64])
+    posterior = optimizer.posterior()
+
+    def forward(model: nn.Module, inputs: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bfloat16"):
+            return model(inputs).float()
+
+    def samples() -> None:
+        bsam.predict(model, posterior, (x, y), batch_size=500, forward=forward, compile=True, progress=False)
+
+    plain_model = make_model("resnet20_frn", num_classes=10, image_shape=(3, 32, 32), seed=0).cuda()
+    plain_model = plain_model.to(memory_format=torch.channels_last).eval()
+    plain = torch.compile(lambda inputs: forward(plain_model, inputs), mode="max-autotune-no-cudagraphs")
+
+    def passes() -> None:
+        with torch.no_grad():
+            for _ in range(32):
+                for start in range(0, 10_000, 1000):
+                    plain(x[start : start + 1000].to(memory_format=torch.channels_last))
+
+    def measure() -> dict[str, Any]:
+        with torch.no_grad():
+            plain(x[:1000].to(memory_format=torch.channels_last))
+        times = {}
+        for name, call in (("samples", samples), ("passes", passes)):
+            call()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            times[name] = time.perf_counter() - begin
+        return {"precision": precision, "predict_s": times["samples"], "plain_s": times["passes"]}
+
+    return measure
+
+
+def jax_structure() -> Measure:
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    from jax_structure import build
+
+    return build(8)  # type: ignore[no-any-return]
+
+
+# ------------------------------------------------------------------ all of them
+
+R20 = {"network": "resnet20_frn", "batch": 128}
+R18 = {"network": "resnet18", "batch": 200, "precision": "bfloat16"}
+MEASUREMENTS: dict[str, Callable[[], Measure]] = {
+    **{
+        f"r20 {method} m={splits} {precision}{' x4' if runs == 4 else ''}{' ours' if least == 1 else ''}": (
+            lambda method=method, splits=splits, precision=precision, runs=runs, least=least: training_step(
+                method, splits=splits, precision=precision, runs=runs, least_groups=least, **R20
+            )
+        )
+        for precision in ("bfloat16", "tf32")
+        for method, splits, runs, least in (
+            ("bsam", 8, 1, 2),
+            ("bsam", 8, 4, 2),
+            ("sgd", 1, 1, 2),
+            ("sgd", 1, 1, 1),
+        )
+    },
+    "r18 bsam m=8": lambda: training_step("bsam", splits=8, **R18),
+    "r18 sgd": lambda: training_step("sgd", splits=1, **R18),
+    "r20 bsam m=8 jax": jax_structure,
+    "arithmetic bsam": bsam_arithmetic,
+    "arithmetic adamw": adamw_arithmetic,
+    "arithmetic ivon": ivon_arithmetic,
+    "memory loop": lambda: memory(False),
+    "memory vmap": lambda: memory(True),
+    "predict bfloat16": lambda: prediction("bfloat16"),
+    "predict tf32": lambda: prediction("tf32"),
+}
+
+
+def work(name: str) -> None:
+    """Build one measurement, say so, wait for a line, measure, and print the result."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        measure = MEASUREMENTS[name]()
+        print("ready", flush=True)
+        sys.stdin.readline()
+        result = measure()
+    except Exception as error:
+        print("ready", flush=True)
+        sys.stdin.readline()
+        result = {"error": f"{type(error).__name__}: {str(error)[-2000:]}"}
+    print(json.dumps(result), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("engine.json"))
+    parser.add_argument("--only", nargs="*", default=[], help="Names, or beginnings of them.")
+    parser.add_argument("--name", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.name:
+        work(arguments.name)
+        return
+    chosen = [n for n in MEASUREMENTS if not arguments.only or any(n.startswith(o) for o in arguments.only)]
+    command = [sys.executable, __file__, "--name"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environ = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    begin = time.perf_counter()
+    workers = {name: subprocess.Popen([*command, name], env=environ, **pipes) for name in chosen}
+    record: dict[str, Any] = {"environment": environment(torch.device("cuda")), "measurements": {}}
+    for worker in workers.values():
+        worker.stdout.readline()
+    record["build_s"] = time.perf_counter() - begin
+    for name, worker in workers.items():
+        out, _ = worker.communicate("go\n")
+        record["measurements"][name] = json.loads(out.splitlines()[-1]) if out.strip() else {"error": "no answer"}
+        shown = {k: v for k, v in record["measurements"][name].items() if k != "kernels"}
+        print(f"{name}: {shown}", flush=True)
+        write_json(arguments.out, record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The paper's results as data: every number of its six tables, as printed."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+__all__ = [
+    "METRICS",
+    "PAPER_SAMPLES",
+    "PAPER_SEEDS",
+    "PaperBlock",
+    "PaperRow",
+    "PaperTable",
+    "Published",
+    "paper_tables",
+]
+
+METRICS = ("accuracy", "nll", "ece", "auroc")
+"""In the order of the tables."""
+PAPER_SEEDS = 5
+PAPER_SAMPLES = 32
+"""Samples of the posterior behind a number, where a table does not say otherwise."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A number of the paper: mean and standard deviation over its seeds, accuracy in percent."""
+
+    mean: float
+    sd: float | None
+    printed: str = ""
+    """With the digits it was printed with."""
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """A row of a table: four numbers of one preset."""
+
+    label: str
+    preset: str
+    samples: int
+    cells: tuple[Published, ...]
+    """In the order of `METRICS`."""
+
+
+@dataclass(frozen=True)
+class PaperBlock:
+    """The rows that stand together, and are compared with each other."""
+
+    name: str
+    title: str
+    rows: tuple[PaperRow, ...]
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table of the paper."""
+
+    name: str
+    title: str
+    blocks: tuple[PaperBlock, ...]
+
+
+@cache
+def paper_tables() -> dict[str, PaperTable]:
+    """The six tables, by name: table1 to table6."""
+    content = tomllib.loads((files("bsam.experiments.paper") / "results.toml").read_text())
+    return {
+        name: PaperTable(
+            name,
+            table["title"],
+            tuple(PaperBlock(b["name"], b["title"], tuple(_row(*row) for row in b["rows"])) for b in table["blocks"]),
+        )
+        for name, table in content.items()
+    }
+
+
+def _row(label: str, preset: str, *rest: Any) -> PaperRow:
+    samples, cells = (rest[0], rest[1:]) if isinstance(rest[0], int) else (PAPER_SAMPLES, rest)
+    return PaperRow(label, preset, samples, tuple(_published(cell) for cell in cells))
+
+
+def _published(printed: str) -> Published:
+    mean, _, sd = printed.partition(" ")
+    return Published(float(mean), float(sd.strip("()")) if sd else None, printed)

@@ -1,0 +1,82 @@
+"""Records of finished, evaluated runs in a folder: `PRESET/seedK.json`, each a run's `record.json`.
+
+They say more than that file: at which `scale` the preset was run, and for a sweep or an ablation with which `changes`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from bsam.experiments.config import Config, from_mapping, override
+from bsam.experiments.paper.presets import preset, preset_names
+
+__all__ = ["SCALES", "Recorded", "Scale", "read_record", "recorded", "same_run"]
+
+Scale = Literal["full", "reduced", "tiny"]
+"""`full`: the preset as it is. `reduced`: fewer epochs on the same data. `tiny`: on the embedded digits."""
+SCALES: tuple[Scale, ...] = get_args(Scale)
+"""The fullest first."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What is read of a record."""
+
+    path: Path
+    preset: str
+    seed: int
+    scale: Scale
+    config: Config
+    seconds: float
+    test: dict[str, dict[str, Any]]
+    """Metrics on the test part, by number of samples."""
+    device: str
+
+
+@cache
+def same_run(name: str) -> tuple[str, ...]:
+    """All presets with the same settings: m = 8 in table 5 is a run of table 1. The first one keeps the records."""
+    config = preset(name)
+    return tuple(other for other in preset_names() if preset(other) == config)
+
+
+def read_record(path: Path) -> Recorded:
+    """Read a record, or say what is wrong with it."""
+    try:
+        content = json.loads(path.read_text())
+        config, name = from_mapping(content["config"]), content["preset"]
+        scale = content.get("scale", "full")
+        if scale not in SCALES:
+            raise ValueError(f"scale {scale!r} is not one of {', '.join(SCALES)}")
+        expected = override(preset(name), content.get("changes", ()))
+        expected = replace(expected, precision=config.precision, channels_last=config.channels_last)
+        if scale == "full" and config != expected:
+            scale = "reduced"  # whatever it calls itself
+        test = content["evaluations"].get("test", {})
+        device = content["environment"]["device"]
+        return Recorded(path, name, content["seed"], scale, config, content["seconds"], test, device)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a run's record: {type(error).__name__}: {error}. Remove it.") from error
+
+
+def recorded(records: Path, name: str, scale: Scale | None = None) -> dict[int, Recorded]:
+    """The records under a name, by seed: those of one scale, or of the fullest that is there."""
+    found = [record for path in _files(records, name) if (record := read_record(path)).scale == (scale or record.scale)]
+    fullest = min((SCALES.index(record.scale) for record in found), default=0)
+    by_seed: dict[int, Recorded] = {}
+    for record in found:
+        if record.scale == SCALES[fullest]:
+            by_seed.setdefault(record.seed, record)
+    return dict(sorted(by_seed.items()))
+
+
+def _files(records: Path, name: str) -> Iterator[Path]:
+    for folder in same_run(name) if name in preset_names() else (name,):
+        paths = [path for path in (records / folder).glob("seed*.json") if re.fullmatch(r"seed\d+", path.stem)]
+        yield from sorted(paths, key=lambda path: int(path.stem[4:]))

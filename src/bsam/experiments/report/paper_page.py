@@ -1,0 +1,268 @@
+"""The page of `bsam report`: the paper's tables beside ours, diagrams, curves, and the figures of the theory.
+
+It is made of records alone, files of `results/`: `runs/PRESET/seedK.json`, `sweep_*.json`, `ablate_*.json`,
+`demo.json` and `figures.json`. What is not there is shown as missing, with the command that makes it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+from PIL import Image
+
+import bsam
+from bsam.experiments import demo
+from bsam.experiments.comparison import TABLES, Block, Cell, Comparison, Row, compare
+from bsam.experiments.config import from_mapping
+from bsam.experiments.paper.presets import preset
+from bsam.experiments.paper.results import PAPER_SEEDS
+from bsam.experiments.recorded import recorded
+from bsam.experiments.report.diagrams import draw_curves, draw_reliability
+from bsam.experiments.report.page import write_page
+from bsam.experiments.reproduce.show import TITLES, number, scale_note
+from bsam.experiments.reproduce.studies import ABLATIONS, Study, sweep_rho
+
+__all__ = ["write_paper_page"]
+
+_MARKS = {
+    "matches": ("=", "The difference to the paper's number is at most twice sqrt(sd² + paper's sd²)."),
+    "better": ("▲", "Better than the paper's number by more than that."),
+    "worse": ("▼", "Worse than the paper's number by more than that."),
+    "reduced": ("◐", "Fewer epochs or seeds than the paper's, or (tiny) other data: the row says what was cut."),
+    "missing": ("–", "Not run yet."),
+}
+"""Symbol and meaning; `bsam.experiments.comparison` decides which one a cell has."""
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A cell as it is shown."""
+
+    value: float | None
+    """To sort by; None where there is no number."""
+    ours: str
+    paper: str = ""
+    mark: str = ""
+    """A key of `_MARKS`."""
+    difference: str = ""
+    words: str = ""
+    """The mark in words."""
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A row as it is shown: numbers, and under them what was run."""
+
+    name: str
+    cells: list[_Number]
+    about: str = ""
+    note: str = ""
+    """What it has less than the paper's."""
+    command: str = ""
+    ran: bool = True
+
+
+def write_paper_page(path: Path, records: Path, figures: Path) -> Path:
+    """Write the page.
+
+    Args:
+        path: The file to write.
+        records: Folder of the runs' records; the other records are beside it, or in it.
+        figures: Folder of the theory's figures, as `bsam figure all --out FOLDER` writes them.
+    """
+    if not records.is_dir():
+        raise FileNotFoundError(f"{records} is no folder of records: name one with --records, or run `bsam reproduce`.")
+    environments = [_read(file)["environment"] for file in sorted(records.rglob("seed*.json"))]
+    return write_page(
+        path,
+        "paper.html.j2",
+        heads=list(TITLES.values()),
+        marks=_MARKS,
+        records=records.as_posix(),
+        tables=[_table(compare(name, records), records) for name in TABLES],
+        num_runs=len(environments),
+        studies=[_study(study, records) for study in (sweep_rho("full"), *(make() for make in ABLATIONS.values()))],
+        demo=_demo(_beside(records, "demo.json")),
+        pictures=list(_pictures(figures)),
+        theory=_theory(_beside(records, "figures.json")),
+        machines=Counter(_machine(environment) for environment in environments),
+    )
+
+
+def _beside(records: Path, name: str) -> dict[str, Any] | None:
+    """Another record: beside the folder of the runs as in `results/`, or in it, where a study's --records puts it."""
+    return next((_read(path) for path in (records / name, records.parent / name) if path.is_file()), None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not a record: {error}. Write it again, or take it away.") from error
+    return record
+
+
+# ------------------------------------------------------------------ tables
+
+
+def _table(comparison: Comparison, records: Path) -> dict[str, Any]:
+    rows = [row for block in comparison.blocks for row in block.rows]
+    return {
+        "id": comparison.table,
+        "title": f"Table {comparison.table.removeprefix('table')}: {comparison.title}",
+        "counts": Counter(cell.mark for row in rows for cell in row.cells),
+        "blocks": [
+            {
+                "title": block.title,
+                "notes": sorted({note for row in block.rows if (note := scale_note(row.scale))}),
+                "rows": [_line(row) for row in block.rows],
+                "diagrams": list(_diagrams(comparison.table, block, records)),
+            }
+            for block in comparison.blocks
+        ],
+    }
+
+
+def _line(row: Row) -> _Line:
+    cells = [_number(cell, "tiny" if row.scale == "tiny" else cell.mark) for cell in row.cells]
+    if not row.seeds:
+        return _Line(row.label, cells, "Not run yet", command=row.command, ran=False)
+    parts = [_count(row.seeds, "seed"), _count(row.epochs, "epoch")]
+    if row.preset and preset(row.preset).method in ("laplace", "swag", "vogn", "bsam"):
+        parts.append(_count(row.samples, "posterior sample"))
+    if row.seconds is not None:
+        parts.append(f"{_duration(row.seconds)} a run")
+    return _Line(row.label, cells, ", ".join(parts), _cut(row), row.command)
+
+
+def _number(cell: Cell, words: str) -> _Number:
+    paper = cell.published.printed if cell.published else ""
+    if cell.mean is None:
+        return _Number(None, "– missing", paper)
+    if math.isnan(cell.mean):  # the AUROC of runs without a mistake
+        return _Number(None, "undefined", paper)
+    difference = "" if cell.difference is None else f"{cell.difference:+.{demo.DIGITS[cell.metric]}f}"
+    return _Number(cell.mean, number(cell.metric, cell.mean, cell.sd), paper, cell.mark, difference, words, cell.best)
+
+
+def _cut(row: Row) -> str:
+    """What a run has less than the paper's."""
+    if row.scale == "tiny":
+        return "Tiny: not the paper's data."
+    cuts = []
+    if row.scale == "reduced":
+        whole = preset(row.preset).total_epochs if row.preset else None
+        cuts.append(f"{row.epochs} of {whole} epochs" if row.epochs != whole else "other settings than the preset's")
+    if row.seeds < PAPER_SEEDS:
+        cuts.append(f"{row.seeds} of {PAPER_SEEDS} seeds")
+    return f"Reduced: {' and '.join(cuts)}." if cuts else ""
+
+
+def _count(number: int | None, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _diagrams(table: str, block: Block, records: Path) -> Iterator[tuple[str, str, Markup]]:
+    """The reliability diagram of the first seed of each row, where its bins were recorded."""
+    for row in block.rows:
+        samples = str(row.samples)
+        for run in recorded(records, row.preset).values() if row.preset else ():
+            if "reliability" in run.test.get(samples, {}):
+                bins = bsam.metrics.ReliabilityTable.from_rows(run.test[samples]["reliability"])
+                label = f"Reliability diagram of {row.label} in {table}, {block.title}"
+                caption = f"seed {run.seed}, ECE {run.test[samples]['ece']:.4f}"
+                yield row.label, caption, draw_reliability(bins, label=label)
+                break
+
+
+def _demo(record: dict[str, Any] | None) -> list[_Line]:
+    """The rows of the demo's record."""
+    if record is None:
+        return []
+    lines = []
+    for (name, row), result in zip(demo.cells(record), record["methods"].values(), strict=True):
+        numbers = [_Number(float(cell.split()[0]), cell) for cell in row]
+        seeds, epochs = record["seeds"], from_mapping(result["config"]).total_epochs
+        about = f"{_count(seeds, 'seed')}, {_count(epochs, 'epoch')}, {_duration(result['seconds'] / seeds)} a run"
+        lines.append(_Line(name, numbers, about, command=f"bsam demo --seeds {seeds}"))
+    return lines
+
+
+# ------------------------------------------------------------------ curves
+
+
+def _study(study: Study, records: Path) -> dict[str, Any]:
+    """A sweep or an ablation: curves of each metric, and their numbers."""
+    record = _beside(records, f"{study.file}.json")
+    if record is None:
+        return {"title": study.title, "note": "", "command": study.command, "diagrams": [], "rows": []}
+    title, x_name = record["title"], record["x"]
+    rows = []
+    for curve in record["series"]:
+        for x, *points in zip(curve["x"], *(curve["metrics"][metric] for metric in TITLES), strict=True):
+            cells = [_Number(mean, number(metric, mean, sd)) for metric, (mean, sd) in zip(TITLES, points, strict=True)]
+            rows.append(_Line(f"{curve['label']}, {x_name} = {x}", cells))
+    return {
+        "title": title,
+        "note": scale_note(record["scale"]),
+        "command": record["command"],
+        "diagrams": [(head, draw_curves(record, metric, label=f"{title}: {head}")) for metric, head in TITLES.items()],
+        "rows": rows,
+    }
+
+
+# ------------------------------------------------------------------ theory
+
+
+def _pictures(folder: Path) -> Iterator[dict[str, Any]]:
+    """The gallery; a figure that is not in the folder has no data."""
+    from bsam.experiments.figures import FIGURES  # needs the extra `theory`
+
+    for name, found in FIGURES.items():
+        path = folder / f"{name}.png"
+        picture: dict[str, Any] = {
+            "name": name,
+            "what": found.what,
+            "command": f"bsam figure {name} --out {name}.png",
+            "data": None,
+        }
+        if path.is_file():
+            with Image.open(path) as image:
+                picture |= {"width": image.width, "height": image.height}
+            picture["data"] = base64.b64encode(path.read_bytes()).decode()
+        yield picture
+
+
+def _theory(record: dict[str, Any] | None) -> dict[str, list[tuple[str, str]]]:
+    """The numbers behind the figures: by figure, name and value."""
+    figures = {name: values for name, values in (record or {}).items() if name not in ("seconds", "environment")}
+    return {name.replace("_", " "): list(_flat(values)) for name, values in figures.items()}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        full = prefix + name.replace("_", " ")
+        if isinstance(value, dict):
+            yield from _flat(value, f"{full}: ")
+        else:
+            yield full, ", ".join(f"{x:g}" for x in (value if isinstance(value, list) else [value]))
+
+
+def _machine(environment: dict[str, Any]) -> str:
+    commit = f" at {environment['commit']}" if environment["commit"] else ""
+    return f"bsam {environment['bsam']}{commit}, torch {environment['packages']['torch']}, {environment['device']}"

@@ -1,0 +1,80 @@
+"""Tasks from wherever they are to their end: train or go on, evaluate what is missing, write the record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bsam.experiments.evaluate import evaluate
+from bsam.experiments.record import write_json
+from bsam.experiments.reproduce.plan import Task
+from bsam.experiments.runs import Run
+from bsam.experiments.stacks import Stack
+from bsam.experiments.trainer import Trainer
+
+__all__ = ["execute", "execute_together"]
+
+
+def execute_together(
+    tasks: Sequence[Task],
+    report: Callable[[float], None],
+    *,
+    device: str | None = None,
+    data: Path | None = None,
+    save_minutes: float = 5.0,
+) -> None:
+    """Bring tasks to their end that differ in their seeds only; trained together, unless some have begun alone."""
+    folder = tasks[0].folder.parent
+    begun = [task for task in tasks if (task.folder / "config.toml").exists()]
+    if len(tasks) > 1 and (not begun or (folder / "stack.toml").exists()):
+        if begun:
+            stack = Stack.resume(folder, device=device, data=data)
+        else:
+            seeds = [task.seed for task in tasks]
+            preset = tasks[0].preset
+            stack = Stack.start(folder, tasks[0].config, seeds, preset=preset, device=device, data=data)
+        if not stack.finished:
+            epochs = tasks[0].config.total_epochs
+            stack.train(every_minutes=save_minutes, on_step=lambda trainer: report(trainer.progress / epochs))
+    for task in tasks:
+        execute(task, report, device=device, data=data, save_minutes=save_minutes)
+
+
+def execute(
+    task: Task,
+    report: Callable[[float], None],
+    *,
+    device: str | None = None,
+    data: Path | None = None,
+    save_minutes: float = 5.0,
+) -> None:
+    """Bring a task to its end.
+
+    Args:
+        task: What to do. A run that is in its folder goes on from its checkpoint.
+        report: Called with the share of training that is done.
+        device: Where to train and evaluate.
+        data: Folder of the data sets.
+        save_minutes: Time between two checkpoints.
+    """
+    run_record = task.folder / "record.json"
+    if (task.folder / "config.toml").exists():
+        run = Run.resume(task.folder, device=device, data=data)
+        if run.config != task.config or run.seed != task.seed:
+            raise ValueError(f"{task.folder} holds a run with other settings: move it away, or choose another --runs.")
+    else:
+        run = Run.start(task.folder, task.config, task.seed, preset=task.preset, device=device, data=data)
+    if not (run.finished and run_record.exists()):
+
+        def show(trainer: Trainer) -> None:
+            report(trainer.progress / task.config.total_epochs)
+
+        run.train(every_minutes=save_minutes, on_step=show)
+    done = json.loads(run_record.read_text())["evaluations"].get("test", {})
+    missing = [count for count in task.samples if str(count) not in done]
+    if missing:
+        evaluate(task.folder, samples=missing, device=device, data=data)
+    task.record.parent.mkdir(parents=True, exist_ok=True)
+    origin = {"scale": task.scale, "changes": list(task.changes)} if task.changes else {"scale": task.scale}
+    write_json(task.record, {**json.loads(run_record.read_text()), **origin})

@@ -1,0 +1,146 @@
+"""Which runs a table or a study needs, which of them are recorded, and which are left to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bsam.experiments.comparison import find_table
+from bsam.experiments.config import Config, override
+from bsam.experiments.paper.results import paper_tables
+from bsam.experiments.recorded import Recorded, Scale, recorded, same_run
+from bsam.experiments.reproduce.scales import scaled
+
+__all__ = ["Places", "Plan", "Task", "Wanted", "find_places", "find_recorded", "make_plan", "settle", "wanted_by_table"]
+
+_GOOD_ENOUGH: dict[Scale, tuple[Scale, ...]] = {"full": ("full",), "reduced": ("full", "reduced"), "tiny": ("tiny",)}
+"""A run that is recorded at one of these scales need not be run at the key's."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A run that a table or a study asks for, with every seed, and the numbers of samples it is evaluated with."""
+
+    preset: str
+    samples: tuple[int, ...]
+    changes: tuple[str, ...] = ()
+    """Settings that differ from the preset's, as `key=value`."""
+    name: str = ""
+    """Where its records are, if its settings differ."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run to train, if that is not done, and to evaluate."""
+
+    name: str
+    preset: str
+    seed: int
+    scale: Scale
+    config: Config
+    changes: tuple[str, ...]
+    """How it differs from the preset at this scale."""
+    samples: tuple[int, ...]
+    folder: Path
+    record: Path
+    """Where the record goes in the end."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is left, and what is there already."""
+
+    tasks: tuple[Task, ...]
+    recorded: tuple[Task, ...]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where things are written."""
+
+    runs: Path
+    """Folders of the runs: checkpoints, posteriors."""
+    records: Path
+    """A small JSON for each run."""
+    studies: Path
+    """A JSON and a figure for each sweep or ablation."""
+
+
+def find_places(scale: Scale, runs: Path | None = None, records: Path | None = None) -> Places:
+    """The folders that the options name, or the usual ones of a scale."""
+    runs = runs or Path("runs")
+    if scale != "full":
+        runs = runs / scale
+    if records is not None:
+        return Places(runs, records, records)
+    if scale == "tiny":
+        return Places(runs, Path("report/tiny"), Path("report/tiny"))
+    return Places(runs, Path("results/runs"), Path("results"))
+
+
+def wanted_by_table(table: str, block: str | None = None, methods: Iterable[str] | None = None) -> list[Wanted]:
+    """The runs of a table, or of some of its blocks and methods.
+
+    Args:
+        table: table1 to table6.
+        block: Name of a block, like cifar10.
+        methods: Last parts of the names of presets, like bsam or bsam-no-noise.
+    """
+    blocks = {found.name: found.rows for found in paper_tables()[find_table(table)].blocks}
+    if block is not None and block not in blocks:
+        raise ValueError(f"--block {block}: {table} has no such block, but {', '.join(blocks)}.")
+    rows = [row for name, rows in blocks.items() if block in (None, name) for row in rows]
+    known = dict.fromkeys(row.preset.rpartition("/")[2] for row in rows)
+    unknown = [method for method in methods or () if method not in known]
+    if unknown:
+        raise ValueError(f"--methods {unknown[0]}: there is no such method here, but {', '.join(known)}.")
+    chosen = known if methods is None else set(methods)
+    return [Wanted(row.preset, (row.samples,)) for row in rows if row.preset.rpartition("/")[2] in chosen]
+
+
+def settle(wanted: Wanted, scale: Scale) -> tuple[str, Config]:
+    """Name and settings of a run; one whose changes change nothing is the preset's own, recorded there."""
+    plain = scaled(wanted.preset, scale)
+    config = override(plain, wanted.changes)
+    return same_run(wanted.preset)[0] if config == plain else wanted.name, config
+
+
+def find_recorded(wanted: Wanted, scale: Scale, records: Path) -> dict[int, Recorded]:
+    """The records that a run may be taken from, by seed."""
+    name, _ = settle(wanted, scale)
+    for good in _GOOD_ENOUGH[scale]:
+        if found := recorded(records, name, good):
+            return found
+    return {}
+
+
+def make_plan(wanted: Iterable[Wanted], *, seeds: int, scale: Scale, places: Places) -> Plan:
+    """Tasks for every run and seed that is not recorded with all its numbers of samples."""
+    samples: dict[str, set[int]] = {}
+    runs: dict[str, Wanted] = {}
+    for want in wanted:
+        name, _ = settle(want, scale)
+        runs.setdefault(name, want)
+        samples.setdefault(name, set()).update(want.samples)
+    left: list[Task] = []
+    there: list[Task] = []
+    for name, want in runs.items():
+        _, config = settle(want, scale)
+        found = find_recorded(want, scale, places.records)
+        counts = tuple(sorted(samples[name]))
+        for seed in range(seeds):
+            task = Task(
+                name=name,
+                preset=same_run(want.preset)[0],
+                seed=seed,
+                scale=scale,
+                config=config,
+                changes=want.changes if name == want.name else (),
+                samples=counts,
+                folder=places.runs / name / f"seed{seed}",
+                record=places.records / name / f"seed{seed}.json",
+            )
+            done = seed in found and all(str(count) in found[seed].test for count in counts)
+            (there if done else left).append(task)
+    return Plan(tuple(left), tuple(there))

@@ -1,0 +1,50 @@
+"""How much of a preset is run: all of it, a sixth of its epochs, or a tiny stand-in on digits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bsam.experiments.config import Config
+from bsam.experiments.paper.presets import preset
+from bsam.experiments.recorded import Scale
+
+__all__ = ["REDUCTION", "scaled"]
+
+REDUCTION = 6
+"""A reduced run has one in so many of the preset's epochs; its schedule shrinks with it."""
+_TINY_EPOCHS, _TINY_SWAG = 20, (15, 5)
+
+
+def scaled(name: str, scale: Scale) -> Config:
+    """The settings of a preset at a scale.
+
+    On the tiny scale data, network and hyperparameters are those of the demo, and so are equal for all data sets of the
+    paper. What a row of a table is about stays: method, splits, noise and curvature.
+    """
+    config = preset(name)
+    match scale:
+        case "full":
+            return config
+        case "reduced":
+            return replace(
+                config,
+                epochs=_reduced(config.epochs),
+                milestones=tuple(_reduced(milestone) for milestone in config.milestones),
+                warmup_epochs=_reduced(config.warmup_epochs) if config.warmup_epochs else 0,
+                swag_epochs=_reduced(config.swag_epochs) if config.swag_epochs else 0,
+                swag_interval=_reduced(config.swag_interval),
+            )
+        case "tiny":
+            epochs, swag_epochs = _TINY_SWAG if config.method == "swag" else (_TINY_EPOCHS, 0)
+            return replace(
+                preset(f"digits/{config.method}"),
+                epochs=epochs,
+                swag_epochs=swag_epochs,
+                splits=config.splits,
+                sample_noise=config.sample_noise,
+                curvature=config.curvature,
+            )
+
+
+def _reduced(count: int) -> int:
+    return max(1, round(count / REDUCTION))

@@ -1,0 +1,131 @@
+"""Comparisons and studies as tables: for the terminal, and in Markdown for README and docs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from bsam.experiments.comparison import Block, Cell, Comparison, Row
+from bsam.experiments.demo import DIGITS
+
+__all__ = [
+    "BEST_NOTE",
+    "TITLES",
+    "block_table",
+    "comparison_markdown",
+    "number",
+    "scale_note",
+    "study_markdown",
+    "study_tables",
+]
+
+TITLES = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "auroc": "AUROC ↑"}
+BEST_NOTE = "Bold: not told from the best of the block by a Welch test at 5%; one seed is not tested and has no sd."
+_NOTES = {
+    "full": "",
+    "reduced": "Fewer epochs than the paper's runs.",
+    "tiny": "Tiny: embedded digits stand in for the paper's data. The numbers say nothing about the paper's.",
+}
+
+
+def scale_note(scale: str | None) -> str:
+    """What has to be said beside numbers of a scale."""
+    return _NOTES[scale or "full"]
+
+
+def number(metric: str, mean: float | None, sd: float | None) -> str:
+    """Mean (sd), with the metric's digits; `-` stands for what is not there."""
+    digits = DIGITS[metric]
+    if mean is None:
+        return "-"
+    return f"{mean:.{digits}f} ({'-' if sd is None else f'{sd:.{digits}f}'})"
+
+
+def _lines(cell: Cell) -> tuple[str, str, str]:
+    """Ours, the paper's, and what to think of it."""
+    difference = "" if cell.difference is None else f"{cell.difference:+.{DIGITS[cell.metric]}f} "
+    published = cell.published.printed if cell.published else "-"
+    return number(cell.metric, cell.mean, cell.sd), published, f"{difference}{cell.mark}"
+
+
+def _extent(row: Row) -> str:
+    seeds = f"{row.seeds} seed{'' if row.seeds == 1 else 's'}"
+    return f"{seeds}, {row.epochs} epochs" if row.epochs is not None else ""
+
+
+# ------------------------------------------------------------------ terminal
+
+
+def block_table(comparison: Comparison, block: Block) -> Table:
+    """A block; of each row three lines: ours, the paper's, the difference and its mark."""
+    scales = {row.scale for row in block.rows if row.scale}
+    table = Table(
+        title=f"{comparison.table}: {comparison.title}. {block.title}",
+        caption=" ".join(scale_note(scale) for scale in sorted(scales)) or None,
+        box=box.SIMPLE,
+        show_edge=False,
+        padding=(0, 1, 0, 0),  # fits 80 columns
+    )
+    table.add_column("ours", no_wrap=True)
+    for title in TITLES.values():
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in block.rows:
+        ours, paper, verdicts = zip(*(_lines(cell) for cell in row.cells), strict=True)
+        bold = [f"[bold]{text}[/bold]" if cell.best else text for text, cell in zip(ours, row.cells, strict=True)]
+        table.add_row(row.label, *bold)
+        table.add_row("[dim]paper[/dim]", *paper)
+        table.add_row(f"[dim]{row.seeds} × {row.epochs} epochs[/dim]" if row.seeds else "", *verdicts, end_section=True)
+    return table
+
+
+def study_tables(record: dict[str, Any]) -> list[Table]:
+    """A sweep or an ablation: a table for each series, a row for each point."""
+    tables = []
+    for curve in record["series"]:
+        table = Table(title=f"{record['title']}: {curve['label']}", box=box.SIMPLE, padding=(0, 1, 0, 0))
+        for title in (record["x"], *TITLES.values()):
+            table.add_column(title, justify="right", no_wrap=True)
+        for row in _points(curve):
+            table.add_row(*row)
+        tables.append(table)
+    return tables
+
+
+def _points(curve: dict[str, Any]) -> list[list[str]]:
+    metrics = curve["metrics"]
+    return [[str(x), *(number(name, *metrics[name][i]) for name in TITLES)] for i, x in enumerate(curve["x"])]
+
+
+# ------------------------------------------------------------------ Markdown
+
+
+def comparison_markdown(comparison: Comparison) -> str:
+    """The blocks of a table: ours, the paper's, difference and mark in each cell."""
+    parts = []
+    for block in comparison.blocks:
+        parts.append(f"**{block.title}**")
+        if not any(row.seeds for row in block.rows):
+            parts.append(f"Not recorded yet: `bsam reproduce {comparison.table} --block {block.name}`.")
+            continue
+        lines = [f"| method | {' | '.join(TITLES.values())} |", f"|---{'|---' * len(TITLES)}|"]
+        for row in block.rows:
+            name = f"{row.label}<br>{_extent(row)}" if row.seeds else row.label
+            lines.append(f"| {name} | {' | '.join(_markdown(cell) for cell in row.cells)} |")
+        parts.append("\n".join(lines))
+        parts += filter(None, (scale_note(scale) for scale in sorted({row.scale for row in block.rows if row.scale})))
+    return "\n\n".join(parts)
+
+
+def _markdown(cell: Cell) -> str:
+    ours, paper, verdict = _lines(cell)
+    return f"{f'**{ours}**' if cell.best else ours}<br>{paper}<br>{verdict}"
+
+
+def study_markdown(record: dict[str, Any]) -> str:
+    """A sweep or an ablation."""
+    lines = [f"| | {record['x']} | {' | '.join(TITLES.values())} |", f"|---|---{'|---' * len(TITLES)}|"]
+    lines += [f"| {' | '.join([curve['label'], *row])} |" for curve in record["series"] for row in _points(curve)]
+    note = scale_note(record["scale"])
+    return "\n".join([*lines, *(["", note] if note else [])])

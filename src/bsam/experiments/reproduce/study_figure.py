@@ -1,0 +1,65 @@
+"""The figure of a sweep or an ablation: four metrics, a curve for each series."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bsam.experiments.paper.results import METRICS
+from bsam.experiments.reproduce.show import TITLES
+
+__all__ = ["draw_metric", "draw_study"]
+
+# Okabe and Ito (2008): also for the colour-blind, with a marker of its own for each.
+_STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))
+
+
+def draw_study(record: dict[str, Any], path: Path) -> Path:
+    """Draw what `collect` returned."""
+    figure = Figure(figsize=(9, 6.4), layout="constrained")
+    for axes, metric in zip(figure.subplots(2, 2).flat, METRICS, strict=True):
+        draw_metric(axes, record, metric)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(_STYLES))
+    figure.suptitle(f"{record['title']}{_note(record['scale'])}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"svg.hashsalt": "bsam"}):
+        figure.savefig(path, dpi=110)
+    return path
+
+
+def draw_metric(axes: Axes, record: dict[str, Any], metric: str) -> None:
+    """One metric of what `collect` returned; a bar is one standard deviation over the seeds."""
+    xs = list(dict.fromkeys(x for curve in record["series"] for x in curve["x"]))
+    numeric = all(isinstance(x, int | float) for x in xs)
+    for k, ((colour, marker), curve) in enumerate(zip(_STYLES, record["series"], strict=False)):
+        where = curve["x"] if numeric else [xs.index(x) + 0.15 * k for x in curve["x"]]  # beside each other
+        means = [math.nan if mean is None else mean for mean, _ in curve["metrics"][metric]]
+        sds = [sd or 0.0 for _, sd in curve["metrics"][metric]]
+        line = "-" if numeric else ""
+        axes.errorbar(where, means, sds, color=colour, marker=marker, ls=line, capsize=3, label=curve["label"])
+    if numeric and 0 in xs:
+        axes.set_xscale("symlog", base=2, linthresh=1)
+        axes.set_xticks(xs, [f"{x:g}" for x in xs])
+    elif numeric:
+        axes.set_xscale("log", base=2 if all(x == int(x) for x in xs) else 10)
+        axes.set_xticks(xs, [f"{x:g}" for x in xs])
+    else:
+        axes.set_xticks(range(len(xs)), xs)
+        axes.margins(x=0.15)
+    axes.minorticks_off()
+    axes.set_xlabel(record["x"])
+    axes.set_ylabel(TITLES[metric] + (", %" if metric == "accuracy" else ""))
+    axes.grid(alpha=0.3)
+
+
+def _note(scale: str) -> str:
+    return {
+        "full": "",
+        "reduced": " (reduced: fewer epochs)",
+        "tiny": " (tiny: embedded digits, not the paper's data)",
+    }[scale]

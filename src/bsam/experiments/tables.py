@@ -1,0 +1,60 @@
+"""Tables in README and docs, written from the records in `results/`: what stands between two marks is generated.
+
+<!-- table: demo -->
+...
+<!-- end -->
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from bsam.experiments import demo
+from bsam.experiments.comparison import TABLES, compare
+from bsam.experiments.reproduce.show import comparison_markdown, study_markdown
+
+__all__ = ["pages", "render", "rewrite"]
+
+_STUDIES = ("sweep_rho", "ablate_noise", "ablate_samples", "ablate_splits", "ablate_curvature")
+_BEGIN = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)
+_END = "<!-- end -->"
+
+
+def pages(root: Path) -> list[Path]:
+    """The pages of a checkout."""
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+def render(name: str, results: Path) -> str:
+    """A table in Markdown.
+
+    Args:
+        name: demo, table1 to table6, sweep_rho, or ablate_ with what is ablated.
+        results: The folder of the records.
+    """
+    if name in TABLES:
+        return comparison_markdown(compare(name, results / "runs"))
+    if name == "demo":
+        return demo.markdown(json.loads((results / "demo.json").read_text()))
+    if name in _STUDIES:
+        path = results / f"{name}.json"
+        if not path.exists():
+            return f"Not recorded yet: `bsam {name.replace('_', ' ')}`."
+        return study_markdown(json.loads(path.read_text()))
+    known = ", ".join(["demo", *TABLES, *_STUDIES])
+    raise ValueError(f"there is no table {name!r} to fill in: between its marks a page may have {known}.")
+
+
+def rewrite(text: str, results: Path) -> str:
+    """A page with its tables as the records say."""
+    parts, position = [], 0
+    for begin in _BEGIN.finditer(text):
+        end = text.find(f"\n{_END}", begin.end())
+        following = _BEGIN.search(text, begin.end())
+        if end < 0 or (following and following.start() < end):
+            raise ValueError(f"the table {begin.group(1)} has no end: write {_END} on a line of its own below it.")
+        parts += [text[position : begin.end()], f"\n{render(begin.group(1), results)}"]
+        position = end
+    return "".join([*parts, text[position:]])

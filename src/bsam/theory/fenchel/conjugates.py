@@ -1,0 +1,287 @@
+"""f*, the conjugate of the expected negative loss: a max-loss, found by global search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import minimize  # type: ignore[import-untyped]
+
+from bsam.theory.fenchel.expected_loss import smoothed
+from bsam.theory.gaussian import Array, Pair
+from bsam.theory.losses import Loss, Majorant
+
+__all__ = [
+    "Conjugate",
+    "MaxLoss",
+    "conjugate",
+    "conjugate_maximisers",
+    "conjugate_over_gaussians",
+    "majorant_of",
+    "max_loss",
+    "max_loss_in_ball",
+    "reach",
+]
+
+Rows: TypeAlias = NDArray[np.intp]
+
+MAX_GRID = 2**21  # points on the line, to either side
+NUM_SCATTERED = 2048  # points in space
+
+
+class MaxLoss(NamedTuple):
+    """The value of a maximised loss and the perturbation eps that attains it."""
+
+    value: Array
+    perturbation: Array
+
+
+class Conjugate(NamedTuple):
+    """f*(lambda') and the theta that attains it."""
+
+    value: Array
+    theta: Array
+
+
+def max_loss(loss: Loss, mean: ArrayLike, precision: ArrayLike, *, resolution: float = 0.02) -> MaxLoss:
+    """sup_eps loss(mean + eps) - 1/2 <eps, precision eps>, over all eps: the second term of Eq. 9.
+
+    The search is global. With the loss's majorant c + <b, theta> + L norm(theta) + 1/2 <theta, A theta>, the objective
+    at distance r from the mean m is at most
+
+        c(m) + (norm(b + A m) + L) r - kappa r^2 / 2,     kappa = smallest eigenvalue of precision - A,
+
+    c(m) being the majorant at m. Beyond the radius where this parabola falls below a value already attained there is
+    nothing to find. In one dimension everything within that radius is searched on a grid and each grid maximum that
+    could still win is polished by bisection on the derivative; in P dimensions many scattered points are tried and
+    the best, and some others, polished by BFGS (no guarantee, but P is small). Where kappa <= 0 the result is +inf.
+
+    Args:
+        loss: A loss with a majorant.
+        mean: m: in one dimension an array of any shape, in P dimensions one vector.
+        precision: S: in one dimension an array that broadcasts with `mean`, in P dimensions a number or a P x P matrix.
+        resolution: Spacing of the grid in one dimension: finer than the distance between neighbouring maxima.
+
+    >>> from bsam.theory.losses import quadratic
+    >>> max_loss(quadratic(0.0, 1.0), [1.0, 2.0], 2.0)
+    MaxLoss(value=array([1., 4.]), perturbation=array([1., 2.]))
+    """
+    if loss.dim == 1:
+        return _max_on_line(loss, np.asarray(mean, float), np.asarray(precision, float), resolution)
+    S = np.asarray(precision, float) * (1 if np.ndim(precision) == 2 else np.eye(loss.dim))
+    values, eps = _maxima_in_space(loss, np.asarray(mean, float), S)
+    return MaxLoss(values[0], eps[0])
+
+
+def max_loss_in_ball(loss: Loss, mean: ArrayLike, rho: float, *, resolution: float = 0.02) -> MaxLoss:
+    """sup over norm(eps) <= rho of loss(mean + eps): the max-loss of SAM in its trust-region form, Eq. 1.
+
+    In one dimension by a grid of at most this resolution and bisection; in P dimensions many points of the ball are
+    tried and the best polished by SLSQP.
+
+    Args:
+        loss: The loss; no majorant needed.
+        mean: An array of any shape in one dimension, one vector in P.
+        rho: Radius, >= 0.
+        resolution: Largest spacing of the grid in one dimension.
+    """
+    m = np.asarray(mean, float)
+    if loss.dim == 1:
+        grid = m.reshape(-1, 1) + rho * np.linspace(-1, 1, 3 + 2 * int(rho / resolution))
+        value, theta = _best_on_grid(loss(grid), grid, lambda at, _: loss(at), lambda at, _: loss.gradient(at))
+        return MaxLoss(value.reshape(m.shape), theta.reshape(m.shape) - m)
+    eps = rho * _directions(loss.dim) * np.linspace(1, 0, NUM_SCATTERED)[:, None] ** (1 / loss.dim)
+    ends = [
+        minimize(
+            lambda x: -loss(m + x),
+            start,
+            jac=lambda x: -loss.gradient(m + x),
+            method="SLSQP",
+            constraints={"type": "ineq", "fun": lambda x: (rho**2 - x @ x) / 2, "jac": lambda x: -x},
+            options={"ftol": 1e-15, "maxiter": 1000},
+        ).x
+        for start in eps[np.argsort(-loss(m + eps))[:6]]
+    ]
+    ends = [x * min(1.0, rho / max(float(np.linalg.norm(x)), 1e-300)) for x in ends]  # SLSQP may end slightly outside
+    best = max(ends, key=lambda x: float(loss(m + x)))
+    return MaxLoss(loss(m + best), best)
+
+
+def conjugate(loss: Loss, natural: Pair, *, resolution: float = 0.02) -> Conjugate:
+    """f*(lambda') by Theorem 1: the supremum over theta.
+
+    Args:
+        loss: A loss with a majorant.
+        natural: lambda' = (S m, -S/2): arrays that broadcast in one dimension; a vector and a P x P matrix in P.
+        resolution: See `max_loss`.
+
+    Returns:
+        The value, +inf outside the domain of f*, and the maximiser.
+
+    >>> from bsam.theory.losses import quadratic
+    >>> conjugate(quadratic(0.0, 1.0), (2.0, -1.0)).value.item()  # (lambda_1 + b)^2 / (4 (-lambda_2 - a / 2))
+    2.0
+    """
+    lambda_1, S = np.asarray(natural[0], float), -2 * np.asarray(natural[1], float)
+    if loss.dim == 1:
+        m = np.divide(lambda_1, S, out=np.zeros(np.broadcast(lambda_1, S).shape), where=S > 0)
+        value, eps = max_loss(loss, m, S, resolution=resolution)
+        return Conjugate(value + S * m**2 / 2, m + eps)
+    f_star, theta = conjugate_maximisers(loss, natural)
+    return Conjugate(np.asarray(f_star), theta[0] if len(theta) else np.full(loss.dim, np.nan))
+
+
+def conjugate_maximisers(loss: Loss, natural: Pair, starts: Array | None = None) -> tuple[float, Array]:
+    """One f*(lambda') and the theta at which it was found; in P dimensions further local maxima follow, (k, P).
+
+    Args:
+        loss: A loss with a majorant.
+        natural: lambda', two numbers in one dimension, a vector and a P x P matrix in P.
+        starts: Further starting points of the search in P dimensions, (n, P).
+
+    Returns:
+        +inf and no theta outside the domain of f*.
+    """
+    S = -2 * np.asarray(natural[1], float)
+    if np.linalg.eigvalsh(np.atleast_2d(S - majorant_of(loss).curvature))[0] <= 0:
+        return np.inf, np.empty((0, *np.shape(natural[0])))
+    if loss.dim == 1:
+        value, theta = conjugate(loss, natural)
+        return float(value), theta[None]
+    m = np.linalg.solve(S, natural[0])
+    values, eps = _maxima_in_space(loss, m, S, starts)
+    return float(values[0] + m @ S @ m / 2), m + eps
+
+
+def conjugate_over_gaussians(loss: Loss, natural: Pair, variance: float, *, resolution: float = 0.02) -> Array:
+    """sup over Gaussians of <mu'', lambda'> - f(mu''), among those with covariance `variance` times the identity.
+
+    This is the left-hand side of Theorem 1 restricted to one variance: the expectation of <T(theta), lambda'> +
+    loss(theta), maximised over the mean. Smoothing never raises a maximum, so it grows when the variance shrinks, and
+    its limit is f*(lambda').
+    """
+    trace = np.trace(natural[1]) if loss.dim > 1 else np.asarray(natural[1], float)
+    return trace * variance + conjugate(smoothed(loss, variance), natural, resolution=resolution).value
+
+
+def majorant_of(loss: Loss) -> Majorant:
+    """The loss's majorant, or an error that says why one is needed."""
+    if loss.majorant is None:
+        raise ValueError(
+            "f* needs a loss that a quadratic majorises (Theorem 1), and this one declares no majorant. Write "
+            "Loss(..., majorant=Majorant(constant, ...)). If the loss grows faster than every quadratic, as theta^4 "
+            "does, f* is infinite everywhere and there is no f**: cap the loss outside the region of interest."
+        )
+    return loss.majorant
+
+
+def _checked(loss: Loss, theta: Array) -> Array:
+    """loss(theta), after a look at the declared majorant."""
+    value, bound = loss(theta), majorant_of(loss)(theta)
+    wrong = ~(value <= bound + 1e-9 * (1 + np.abs(bound)))
+    if wrong.any():
+        raise ValueError(
+            f"loss={value[wrong][0]:.6g} exceeds majorant={bound[wrong][0]:.6g} at theta={theta[wrong][0]}. Declare a "
+            "bound that holds for all theta; if the loss grows faster than every quadratic, f* is infinite everywhere."
+        )
+    return value
+
+
+def reach(loss: Loss, m: Array, S: Array) -> Array:
+    """The largest |theta| that the supremum over the line has to consider."""
+    bound = majorant_of(loss)
+    radius = bound.radius(m, S - bound.curvature, _checked(loss, m))
+    probe = radius[:, None] * np.linspace(-1, 1, 65) ** 3  # a first look, dense near m, shrinks the radius
+    attained = (_checked(loss, m[:, None] + probe) - S[:, None] * probe**2 / 2).max(1, initial=-np.inf)
+    return np.abs(m) + bound.radius(m, S - bound.curvature, attained)
+
+
+def _max_on_line(loss: Loss, mean: Array, precision: Array, resolution: float) -> MaxLoss:
+    shape = np.broadcast(mean, precision).shape
+    m, S = (np.broadcast_to(x, shape).ravel() for x in (mean, precision))
+    value, eps = np.full(m.shape, np.inf), np.full(m.shape, np.nan)
+    finite = np.flatnonzero(S - majorant_of(loss).curvature > 1e-12 * S)  # to rounding
+    counts = reach(loss, m[finite], S[finite]) / resolution + 2
+    if counts.max(initial=0) > MAX_GRID:
+        raise ValueError(
+            f"the supremum over eps has to be searched up to |theta|={counts.max() * resolution:.3g}, more than "
+            f"{MAX_GRID} steps of resolution={resolution}. Raise the resolution, or the precision, which is too close "
+            f"to the loss's curvature at infinity, {majorant_of(loss).curvature}."
+        )
+    sizes = np.ceil(np.log2(counts))
+    for size in np.unique(sizes):  # rows of similar reach share a grid, on which the loss is evaluated once
+        theta = resolution * np.arange(-(2**size), 2**size + 1)
+        ell, rows = _checked(loss, theta), finite[sizes == size]
+        for part in np.array_split(rows, 1 + len(rows) * len(theta) // 2**22):
+            value[part], best = _best_on_grid(
+                ell - S[part, None] * (theta - m[part, None]) ** 2 / 2,
+                theta,
+                lambda at, row: loss(at) - S[part[row]] * (at - m[part[row]]) ** 2 / 2,  # noqa: B023
+                lambda at, row: loss.gradient(at) - S[part[row]] * (at - m[part[row]]),  # noqa: B023
+            )
+            eps[part] = best - m[part]
+    return MaxLoss(value.reshape(shape), eps.reshape(shape))
+
+
+def _best_on_grid(
+    J: Array, grid: Array, value: Callable[[Array, Rows], Array], slope: Callable[[Array, Rows], Array]
+) -> tuple[Array, Array]:
+    """The maximum of each row of a function known on a grid: its value and its place, ends of the grid included.
+
+    Args:
+        J: The function on the grid, (rows, n).
+        grid: (n,) or (rows, n).
+        value: (places, rows) -> the function.
+        slope: (places, rows) -> its derivative.
+    """
+    if not np.isfinite(J).all():
+        raise ValueError("the loss is not finite everywhere on the grid that is searched for its maximum.")
+    grid = np.broadcast_to(np.pad(grid, [(0, 0)] * (grid.ndim - 1) + [(1, 1)], mode="edge"), (len(J), J.shape[1] + 2))
+    J = np.pad(J, [(0, 0), (1, 1)], constant_values=-np.inf)
+    left, center, right = J[:, :-2], J[:, 1:-1], J[:, 2:]
+    # A parabola through three points, the middle one highest, rises above it by at most an eighth of their second
+    # difference; a half allows for what is not a parabola.
+    hope = center + (2 * center - left - right) / 2
+    row, i = np.nonzero((center >= left) & (center >= right) & (hope >= J.max(1, keepdims=True)))
+    rising = slope(grid[row, i + 1], row) > 0
+    low, high = grid[row, i + rising], grid[row, i + rising + 1]
+    for _ in range(50):
+        middle = (low + high) / 2
+        rising = slope(middle, row) > 0
+        low, high = np.where(rising, middle, low), np.where(rising, high, middle)
+    polished = value(high, row)
+    best = np.lexsort((polished, row))[np.searchsorted(row, np.arange(len(J)), side="right") - 1]
+    return polished[best], high[best]
+
+
+def _maxima_in_space(loss: Loss, m: Array, S: Array, starts: Array | None = None) -> tuple[Array, Array]:
+    """Local maxima of loss(m + eps) - 1/2 <eps, S eps>, the best first: values (k,) and eps (k, P)."""
+    kappa, U = np.linalg.eigh(S - majorant_of(loss).curvature)
+    if kappa[0] <= 0:
+        return np.array([np.inf]), np.full((1, loss.dim), np.nan)
+
+    def negative(eps: Array) -> tuple[float, Array]:
+        return float(eps @ S @ eps / 2 - loss(m + eps)), S @ eps - loss.gradient(m + eps)
+
+    radius = majorant_of(loss).radius(m, kappa[0], _checked(loss, m[None])[0])
+    radii = radius * np.logspace(-4, 0, NUM_SCATTERED)  # all scales: the radius may be far too careful
+    scattered = (radii[:, None] * _directions(loss.dim) * np.sqrt(kappa[0] / kappa)) @ U.T
+    value = _checked(loss, m + scattered) - ((scattered @ S) * scattered).sum(1) / 2
+    best = scattered[np.argsort(-value)[:6]]
+    begin = np.concatenate([best, scattered[:: NUM_SCATTERED // 6], np.zeros((1, loss.dim))])
+    if starts is not None:
+        begin = np.concatenate([begin, starts - m])
+    ends = [minimize(negative, eps, jac=True, method="BFGS", options={"gtol": 1e-9}) for eps in begin]
+    ends.sort(key=lambda end: float(end.fun))
+    maxima: list[Array] = []
+    for end in ends:
+        if all(np.linalg.norm(end.x - other) > 1e-4 * (1 + np.linalg.norm(other)) for other in maxima):
+            maxima.append(end.x)
+    return -np.array([negative(eps)[0] for eps in maxima]), np.array(maxima)
+
+
+def _directions(dim: int) -> Array:
+    x = np.random.default_rng(0).standard_normal((NUM_SCATTERED, dim))
+    return np.asarray(x / np.linalg.norm(x, axis=1, keepdims=True))

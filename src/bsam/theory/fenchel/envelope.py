@@ -1,0 +1,212 @@
+"""f**, the biconjugate: a convex envelope on the line, a linear program for the worst distribution elsewhere."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.optimize import linprog  # type: ignore[import-untyped]
+from scipy.spatial import ConvexHull  # type: ignore[import-untyped]
+
+from bsam.theory.fenchel.conjugates import MAX_GRID, Rows, conjugate, conjugate_maximisers, majorant_of, reach
+from bsam.theory.gaussian import Array, Family, Pair
+from bsam.theory.losses import Loss
+
+__all__ = ["Biconjugate", "WorstCase", "biconjugate", "worst_case"]
+
+MAX_HULL = 2**18  # points of a convex hull
+HIGHS = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
+
+
+class Biconjugate(NamedTuple):
+    """f**(mu), from below; how far above it the true value may be; and a lambda' that attains it, grad f**(mu)."""
+
+    value: Array
+    error: Array
+    natural: Pair
+
+
+class WorstCase(NamedTuple):
+    """A `Biconjugate` at one mu, with the atoms and weights of the worst distribution.
+
+    Their moments are mu, except where second moment has escaped to infinity.
+    """
+
+    value: float
+    error: float
+    natural: Pair
+    atoms: Array
+    weights: Array
+
+
+def biconjugate(
+    loss: Loss, mean: ArrayLike, variance: ArrayLike, *, tolerance: float = 1e-5, resolution: float = 0.02
+) -> Biconjugate:
+    """f**(mu) for one-dimensional Gaussians N(mean, variance), on grids of any shape.
+
+    With theta on a grid, f** is the lower convex envelope of the points (theta_i, theta_i^2, -loss(theta_i)), and its
+    facets are the planes lambda' that matter: one convex hull serves all mu. Atoms on a grid are a restriction, so
+    the envelope is an upper bound. Each of its planes, with f* computed without the grid by `conjugate`, is a lower
+    bound. The grid is refined until the two agree; the lower one is returned, so the result never exceeds f**.
+
+    (The hull is that of -loss + a/2 theta^2, a the curvature at infinity, and of the same points moved up along
+    theta^2: mass that escapes to infinity raises the second moment at no cost. This is the constraint S >= a.)
+
+    Args:
+        loss: A one-dimensional loss with a majorant.
+        mean: omega.
+        variance: v >= 0; for v = 0 this is -loss(omega).
+        tolerance: Largest allowed difference of the two bounds.
+        resolution: The first spacing of the grid, and the one of `conjugate`.
+
+    >>> from bsam.theory.fenchel import expected_negative_loss
+    >>> from bsam.theory.losses import three_minima
+    >>> loss, omega = three_minima(), np.array([-4.0, 0.0])
+    >>> bool((biconjugate(loss, omega, 0.5).value <= expected_negative_loss(loss, omega, 0.5).value).all())
+    True
+    """
+    omega, v = np.broadcast_arrays(np.asarray(mean, float), np.asarray(variance, float))
+    if loss.dim != 1 or (v < 0).any():
+        raise ValueError(
+            f"loss.dim={loss.dim} must be 1 and variance={v.min()} not negative. In P dimensions use worst_case."
+        )
+    a = np.asarray(majorant_of(loss).curvature)
+    mu = np.stack([omega, omega**2 + v], -1).reshape(-1, 2)
+    margin = 0.1 * tolerance / (1 + mu[:, 1].max())  # of S over a
+    radius, step = float((np.abs(omega) + 3 * np.sqrt(v)).max()) + 1, resolution
+    error = np.asarray(np.inf)
+    while radius / step < MAX_HULL / 2:
+        grid = step * np.arange(-np.ceil(radius / step), np.ceil(radius / step) + 1)
+        planes, offsets = _lower_planes(loss, np.union1d(grid, omega))  # with omega, each mu lies over the grid's hull
+        upper, facet = _highest(planes, offsets, mu)
+        used, facet = np.unique(facet, return_inverse=True)  # the other planes cannot win
+        lambda_1, lambda_2 = planes[used, 0], np.minimum(planes[used, 1], -margin / 2)
+        S = a - 2 * lambda_2
+        near = reach(loss, lambda_1 / S, S) < (MAX_GRID - 2) * resolution
+        f_star, theta = np.full((2, len(used)), np.inf)
+        f_star[near], theta[near] = conjugate(loss, (lambda_1[near], -S[near] / 2), resolution=resolution)
+        lower, best = _highest(np.stack([lambda_1, lambda_2], 1), f_star, mu)
+        error = upper - lower
+        if error.max() <= tolerance:
+            value, error, first, second = (
+                x.reshape(omega.shape) for x in (lower - a / 2 * mu[:, 1], error, lambda_1[best], -S[best] / 2)
+            )
+            return Biconjugate(value, error, (first, second))
+        if np.abs(theta[facet[error > tolerance]]).max() > radius:  # atoms are missing outside the grid
+            radius *= 2
+        else:  # the error goes with the square of the step
+            step *= max(0.1, 0.7 * float(np.sqrt(tolerance / error.max())))
+    raise RuntimeError(
+        f"f** is known to {error.max():.1e} only, tolerance={tolerance} was asked for, and the grid would grow beyond "
+        f"{MAX_HULL} points. Raise the tolerance, or use worst_case for single points."
+    )
+
+
+def _lower_planes(loss: Loss, theta: Array) -> tuple[Array, Array]:
+    """Planes (n, 2) and offsets (n,) with envelope(mu) = max_n <plane_n, mu> - offset_n, relative to a."""
+    theta = theta[np.append(True, np.diff(theta) > 1e-7)]  # coinciding points confuse the hull
+    height = majorant_of(loss).curvature * theta**2 / 2 - loss(theta)
+    points = np.stack([theta, theta**2, height], 1)
+    points = np.concatenate([points, points + np.array([0.0, theta[-1] ** 2, 0.0])])
+    slope, intercept = np.polyfit(theta, height, 1)
+    if np.abs(height - slope * theta - intercept).max() <= 1e-12 * (1 + np.abs(height).max()):  # a quadratic: one plane
+        return np.array([[slope, 0.0]]), np.array([-intercept])
+    equations = ConvexHull(points).equations
+    below = equations[equations[:, 2] < -1e-12]
+    return -below[:, :2] / below[:, 2:3], below[:, 3] / below[:, 2]
+
+
+def _highest(planes: Array, offsets: Array, mu: Array) -> tuple[Array, Rows]:
+    """max_n <plane_n, mu> - offset_n, and which n."""
+    values, facets = [], []
+    for part in np.array_split(mu, 1 + len(mu) * len(planes) // 2**22):
+        heights = part @ planes.T - offsets
+        facets.append(heights.argmax(1))
+        values.append(heights.max(1))
+    return np.concatenate(values), np.concatenate(facets)
+
+
+def worst_case(
+    loss: Loss,
+    family: Family,
+    mean: ArrayLike,
+    covariance: ArrayLike,
+    *,
+    tolerance: float = 1e-7,
+    max_rounds: int = 200,
+) -> WorstCase:
+    """f**(mu) at one mu in any family and a few dimensions, with the distribution that attains it.
+
+    The linear program of the module's first lines, solved by adding atoms: the weights of the present atoms are
+    optimised (HiGHS), the dual variables are a lambda', and the theta that attain f*(lambda') are the next atoms. The
+    program's value is an upper bound on f**(mu), <lambda', mu> - f*(lambda') a lower one; stops when they agree. In
+    the dual this is Kelley's cutting-plane method for the concave maximisation over lambda'.
+
+    Mass that escapes to infinity in direction u is a column of its own: it adds T_2(u) to the second moment at the
+    cost -1/2 <u, A u>.
+
+    Args:
+        loss: A loss with a majorant.
+        family: Which T. The smaller the family, the fewer moments the worst case must match, the lower f**.
+        mean: omega.
+        covariance: As the family wants it.
+        tolerance: Largest allowed difference of the two bounds.
+        max_rounds: How often to add atoms.
+
+    >>> from bsam.theory.gaussian import Univariate
+    >>> from bsam.theory.losses import Loss, Majorant
+    >>> loss = Loss(np.cos, lambda t: -np.sin(t), lambda t: -np.cos(t), majorant=Majorant(1.0))
+    >>> worst = worst_case(loss, Univariate(), np.pi, 1.0)
+    >>> np.sort(worst.atoms - np.pi).round(6), worst.weights.round(6)
+    (array([-1.,  1.]), array([0.5, 0.5]))
+    """
+    P = family.dim
+    if loss.dim != P:
+        raise ValueError(f"family.dim={P} and loss.dim={loss.dim} must agree.")
+    omega, V = np.asarray(mean, float), np.asarray(covariance, float)
+    mu = _flat(1, *family.expectation(omega, V))[0]
+    A = np.atleast_2d(majorant_of(loss).curvature)
+    # The first atoms: 2 P that have these moments when equally weighted, and some around them.
+    scattered = 2 * np.random.default_rng(0).standard_normal((50 * P, P))
+    z = np.concatenate([np.sqrt(P) * np.eye(P), -np.sqrt(P) * np.eye(P), scattered])
+    atoms = omega + (z @ np.linalg.cholesky(family.matrix(V)).T).reshape(-1, *omega.shape)
+    rays: Array = np.eye(P)
+    # The first lambda': a Gaussian at omega, as precise as q on top of the curvature at infinity.
+    S = family.inverse(V) + np.linalg.eigvalsh(A)[-1] * family.identity
+    best, lower = _flat(1, family.apply(S, omega), -S / 2)[0], -np.inf
+    for _ in range(max_rounds):
+        columns = np.concatenate(
+            [
+                _flat(len(atoms), np.ones(len(atoms)), *family.sufficient_statistics(atoms)),
+                _flat(len(rays), np.zeros(len(rays)), 0 * rays, family.square(rays)),
+            ]
+        )
+        cost = -np.concatenate([loss(atoms), ((rays @ A) * rays).sum(1) / 2])
+        program = linprog(cost, A_eq=columns.T, b_eq=np.append(1.0, mu), options=HIGHS)
+        if program.status != 0:
+            raise RuntimeError(f"HiGHS did not solve the linear program of f**: {program.message}")
+        outside = program.eqlin.marginals[1:]
+        if V.ndim == 2:  # the rows of theta_i theta_j and theta_j theta_i are the same and share their dual unevenly
+            outside[P:] = (outside[P:].reshape(P, P) + outside[P:].reshape(P, P).T).ravel() / 2
+        kappa, U = np.linalg.eigh(family.matrix(-2 * outside[P:].reshape(V.shape)) - A)
+        rays = np.concatenate([rays, U.T[kappa < -1e-9]])
+        # f* is asked for between the program's lambda' and the best one: there it is finite and the cuts are deep.
+        natural = 0.7 * outside + 0.3 * best
+        support = atoms[program.x[: len(atoms)] > 0]
+        first, second = natural[:P].reshape(omega.shape), natural[P:].reshape(V.shape)
+        f_star, theta = conjugate_maximisers(loss, (first, second if P == 1 else family.matrix(second)), support)
+        if natural @ mu - f_star > lower:
+            best, lower = natural, float(natural @ mu) - f_star
+        if program.fun - lower <= tolerance:
+            weights = program.x[: len(atoms)]
+            pair = best[:P].reshape(omega.shape), best[P:].reshape(V.shape)
+            return WorstCase(lower, program.fun - lower, pair, support, weights[weights > 0])
+        atoms = np.concatenate([atoms, theta.reshape(-1, *omega.shape)])
+    raise RuntimeError(
+        f"f** is known to {program.fun - lower:.1e} after max_rounds={max_rounds}, tolerance={tolerance} was asked for."
+    )
+
+
+def _flat(count: int, *parts: Array) -> Array:
+    return np.concatenate([part.reshape(count, -1) for part in parts], axis=1)

@@ -1,0 +1,121 @@
+"""f, the expected negative loss: expectations under a Gaussian, by quadrature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from bsam.theory.gaussian import Array
+from bsam.theory.losses import Loss, Majorant
+
+__all__ = ["Expectation", "expectation", "expected_negative_loss", "smoothed"]
+
+RANGE = 9.0  # of quadrature, in standard deviations; the density there is 1e-18 of its peak
+
+
+class Expectation(NamedTuple):
+    """An expectation, an estimate of its error, and the spacing of the nodes in standard deviations."""
+
+    value: Array
+    error: Array
+    step: float
+
+
+def expectation(
+    function: Callable[[Array], Array],
+    mean: ArrayLike,
+    covariance: ArrayLike,
+    *,
+    dim: int = 1,
+    tolerance: float = 1e-10,
+    max_points: int = 2**20,
+) -> Expectation:
+    """E[function(theta)] for theta ~ N(mean, covariance), by the trapezoidal rule in whitened coordinates.
+
+    For smooth integrands against a Gaussian the error of the trapezoidal rule falls faster than any power of the
+    spacing (Trefethen and Weideman 2014). Gauss-Hermite rules waste most nodes where the density vanishes: for
+    log(1 + exp(-30 z)) this reaches 1e-10 with some 600 nodes, Gauss-Hermite needs over ten times as many. The spacing
+    is halved until two results agree; their difference is the reported error, and that of the returned, finer one is
+    smaller.
+
+    Args:
+        function: theta -> numbers or arrays, vectorised like the parts of a `Loss`.
+        mean: (...) in one dimension, (..., P) in P.
+        covariance: The variance, (...) and possibly zero, in one dimension; (..., P, P) in P.
+        dim: P.
+        tolerance: Required |error| / (1 + |value|).
+        max_points: Limit on the number of nodes for one Gaussian.
+
+    Raises:
+        RuntimeError: If the tolerance is not reached with `max_points` nodes.
+
+    >>> round(float(expectation(np.cos, 0.0, 1.0).value), 10), round(np.exp(-0.5).item(), 10)
+    (0.6065306597, 0.6065306597)
+    """
+    mean, covariance = np.asarray(mean, float), np.asarray(covariance, float)
+    if dim == 1:
+        mean, covariance = np.broadcast_arrays(mean, covariance)
+        if (covariance < 0).any():
+            raise ValueError(f"covariance={covariance.min()} must not be negative.")
+    root = np.sqrt(covariance) if dim == 1 else np.linalg.cholesky(covariance)
+    step, previous, error = 0.5, None, np.asarray(np.inf)
+    while (2 * RANGE / step + 1) ** dim <= max_points:
+        z, weights = _nodes(step, dim)
+        if dim == 1:
+            theta = mean[..., None] + root[..., None] * z[:, 0]
+        else:
+            theta = mean[..., None, :] + z @ np.swapaxes(root, -1, -2)
+        axis = theta.ndim - 1 if dim == 1 else theta.ndim - 2
+        value = np.tensordot(function(theta), weights, axes=(axis, 0))
+        if previous is not None:
+            error = np.abs(value - previous)
+            if np.all(error <= tolerance * (1 + np.abs(value))):
+                return Expectation(value, error, step)
+        step, previous = step / 2, value
+    raise RuntimeError(
+        f"the expectation changed by {np.max(error):.1e} at the last refinement, tolerance={tolerance} was asked for, "
+        f"and a finer rule has more than max_points={max_points} nodes. Raise one of the two, or lower the variance."
+    )
+
+
+def expected_negative_loss(
+    loss: Loss, mean: ArrayLike, covariance: ArrayLike, *, tolerance: float = 1e-10
+) -> Expectation:
+    """f(mu) = E[-loss(theta)] for q_mu = N(mean, covariance), shapes as in `expectation`.
+
+    >>> from bsam.theory.losses import quadratic
+    >>> f = expected_negative_loss(quadratic(0.0, 2.0), [0.0, 1.0], 0.5)
+    >>> f.value.round(12)
+    array([-0.5, -1.5])
+    """
+    value, error, step = expectation(loss.value, mean, covariance, dim=loss.dim, tolerance=tolerance)
+    return Expectation(-value, error, step)
+
+
+def smoothed(loss: Loss, variance: float, *, tolerance: float = 1e-10) -> Loss:
+    """The loss theta -> E[loss(theta + e)], e ~ N(0, variance I): a slice of -f, again with derivatives and a bound."""
+    covariance = variance if loss.dim == 1 else variance * np.eye(loss.dim)
+
+    def mean_of(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+        return lambda theta: expectation(function, theta, covariance, dim=loss.dim, tolerance=tolerance).value
+
+    bound = loss.majorant
+    if bound is not None:  # E norm(e) <= sqrt(P v), E <e, A e> = v tr A
+        trace = float(np.trace(np.atleast_2d(bound.curvature)))
+        constant = bound.constant + bound.slope * (loss.dim * variance) ** 0.5 + variance * trace / 2
+        bound = Majorant(constant, bound.linear, bound.slope, bound.curvature)
+    return Loss(mean_of(loss.value), mean_of(loss.gradient), mean_of(loss.hessian), loss.dim, bound)
+
+
+def _nodes(step: float, dim: int) -> tuple[Array, Array]:
+    """Nodes (n, dim) within RANGE of zero on a square lattice, and their normalised standard normal weights."""
+    count = int(RANGE / step)
+    line = step * np.arange(-count, count + 1)
+    z = np.stack(np.meshgrid(*[line] * dim, indexing="ij"), -1).reshape(-1, dim)
+    square = (z**2).sum(1)
+    inside = square <= RANGE**2
+    weights = np.exp(-square[inside] / 2)
+    return z[inside], weights / weights.sum()

@@ -1,0 +1,63 @@
+"""The paper's numbers: all are there, and as printed."""
+
+import pytest
+
+from bsam.experiments.paper.presets import preset
+from bsam.experiments.paper.results import METRICS, paper_tables
+
+ROWS = {"table1": 14, "table2": 21, "table3": 8, "table4": 5, "table5": 10, "table6": 14}
+
+
+def rows(table):
+    return [row for block in paper_tables()[table].blocks for row in block.rows]
+
+
+def test_every_row_of_the_six_tables_is_there():
+    assert {table: len(rows(table)) for table in paper_tables()} == ROWS
+    cells = [cell for table in ROWS for row in rows(table) for cell in row.cells]
+    assert len(cells) == 72 * len(METRICS) == 288
+    assert all(cell.sd is not None and cell.sd > 0 for cell in cells)
+
+
+@pytest.mark.parametrize(
+    ("preset_name", "table", "metric", "printed", "mean", "sd"),
+    [
+        ("table1/cifar10/bsam", "table1", "nll", "0.34 (0.005)", 0.34, 0.005),
+        ("table1/cifar10/adam", "table1", "accuracy", "80.85 (0.98)", 80.85, 0.98),
+        ("table1/cifar100/bsam", "table1", "accuracy", "62.64 (0.33)", 62.64, 0.33),
+        ("table1/cifar100/bsam", "table3", "accuracy", "62.64 (0.34)", 62.64, 0.34),
+        ("table2/tinyimagenet/sam-sgd", "table2", "ece", "0.0155 (0.002)", 0.0155, 0.002),
+        ("table2/cifar100-resnet18/bsam", "table2", "auroc", "0.892 (0.003)", 0.892, 0.003),
+        ("table3/cifar100/bsam-no-noise", "table3", "ece", "0.0226 (0.003)", 0.0226, 0.003),
+        ("table5/cifar100/sam-sgd-4", "table5", "accuracy", "56.53 (1.09)", 56.53, 1.09),
+        ("table6/fashionmnist/bsam", "table6", "accuracy", "92.10 (0.26)", 92.10, 0.26),
+        ("table6/fashionmnist/bsam", "table3", "accuracy", "92.08 (0.15)", 92.08, 0.15),
+        ("table6/mnist/swag", "table6", "nll", "0.044 (0.0002)", 0.044, 0.0002),
+    ],
+)
+def test_numbers_are_as_printed(preset_name, table, metric, printed, mean, sd):
+    (row,) = [row for row in rows(table) if row.preset == preset_name]
+    cell = row.cells[METRICS.index(metric)]
+    assert (cell.printed, cell.mean, cell.sd) == (printed, mean, sd)
+
+
+def test_the_samples_of_table_4_are_those_of_one_run():
+    assert [row.samples for row in rows("table4")] == [0, 8, 64, 512, 2048]
+    assert {row.preset for row in rows("table4")} == {"table1/cifar10/bsam"}
+    assert {row.samples for table in ROWS if table != "table4" for row in rows(table)} == {32}
+    assert rows("table4")[0].cells[3].printed == "0.9025 (0.005)"
+
+
+def test_every_row_has_a_preset_of_its_method_and_data():
+    methods = {"SGD": "sgd", "SAM-SGD": "sam-sgd", "SWAG": "swag", "VOGN": "vogn", "Adam": "adam"}
+    methods |= {"SAM-Adam": "sam-adam", "bSAM": "bsam", "bSAM w/o noise": "bsam"}
+    for table in ("table1", "table2", "table3", "table6"):
+        for block in paper_tables()[table].blocks:
+            for row in block.rows:
+                config = preset(row.preset)
+                assert config.method == methods[row.label]
+                assert config.sample_noise == ("w/o" not in row.label)
+                assert config.dataset == block.name.split("-")[0]
+                assert config.augment == (table == "table2")
+    for row in rows("table5"):
+        assert preset(row.preset).splits == int(row.label.removeprefix("m = "))

@@ -1,0 +1,125 @@
+"""The commands: a tiny block from plan to table, twice; what they refuse; tables in pages."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from bsam.experiments.commands import app
+from bsam.experiments.comparison import compare
+from bsam.experiments.reproduce import scales, studies
+from bsam.experiments.reproduce.scales import scaled
+from bsam.experiments.runs import Run
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "120"})
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Options that keep everything below `tmp_path`; three epochs are enough here."""
+    monkeypatch.setattr(scales, "_TINY_EPOCHS", 3)
+    monkeypatch.chdir(tmp_path)
+    return ["--scale", "tiny", "--seeds", 1, "--jobs", 1, "--records", tmp_path / "records"]
+
+
+def test_a_block_is_planned_run_recorded_compared_and_not_run_again(places, tmp_path):
+    block = ["reproduce", "table3", "--block", "mnist", *places]
+    planned = invoke(*block, "--dry-run")
+    assert planned.exit_code == 0, planned.output
+    assert "2 runs to do, 0 recorded" in planned.output
+    assert " timed" in planned.output
+    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "records").exists()
+
+    done = invoke(*block)
+    assert done.exit_code == 0, done.output
+    shown = re.sub(r"\s+", " ", done.output)
+    assert "table3: The effect of Gaussian sampling. MLP on MNIST" in shown
+    assert "bSAM w/o noise" in shown
+    assert "1 × 3 epochs" in shown
+    assert "98.67 (0.04)" in shown
+    assert "reduced" in shown
+    assert "embedded digits" in shown
+    assert "Welch test at 5%" in shown
+    records = sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "records").rglob("*.json"))
+    assert records == ["records/table3/mnist/bsam-no-noise/seed0.json", "records/table6/mnist/bsam/seed0.json"]
+    content = json.loads((tmp_path / records[0]).read_text())
+    assert content["config"]["sample_noise"] is False
+    row = compare("table3", tmp_path / "records").blocks[0].rows[0]
+    assert row.cells[0].values == (100 * content["evaluations"]["test"]["32"]["accuracy"],)
+    assert f"{row.cells[0].mean:.2f} (-)" in done.output
+
+    times = [(tmp_path / path).stat().st_mtime_ns for path in records]
+    again = invoke(*block)
+    assert "All 2 runs are recorded" in re.sub(r"\s+", " ", again.output)
+    assert f"{row.cells[0].mean:.2f} (-)" in again.output
+    assert [(tmp_path / path).stat().st_mtime_ns for path in records] == times
+
+
+def test_an_ablation_leaves_numbers_a_figure_and_a_table(places, tmp_path, monkeypatch):
+    monkeypatch.setattr(studies, "_COUNTS", (0, 1, 4))
+    done = invoke("ablate", "samples", *places)
+    assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / "records" / "ablate_samples.json").read_text())
+    assert (record["what"], record["scale"]) == ("samples", "tiny")
+    assert record["command"] == "bsam ablate samples --scale tiny --seeds 1"
+    assert record["series"][0]["x"] == [0, 1, 4]
+    assert (tmp_path / "records" / "ablate_samples.png").stat().st_size > 10_000
+    mean, sd = record["series"][0]["metrics"]["nll"][2]
+    assert sd is None
+    assert f"{mean:.3f} (-)" in done.output
+
+
+def test_a_failure_is_shown_and_is_the_exit_status(places, tmp_path):
+    config = dataclasses.replace(scaled("table6/mnist/sgd", "tiny"), lr=0.5)
+    Run.start(tmp_path / "runs/tiny/table6/mnist/sgd/seed0", config, 0, preset="table6/mnist/sgd", device="cpu")
+    done = invoke("reproduce", "table6", "--block", "mnist", "--methods", "sgd", *places)
+    assert done.exit_code == 1
+    shown = re.sub(r"\s+", " ", done.output)
+    assert "table6/mnist/sgd seed 0: runs/tiny/table6/mnist/sgd/seed0 holds a run with other settings" in shown
+    assert "missing" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["reproduce", "table7"], "there is no table 'table7'"),
+        (["reproduce", "table1", "--block", "mnist"], "table1 has no such block"),
+        (["reproduce", "table1", "--methods", "sgd,sdg"], "--methods sdg"),
+        (["reproduce", "all", "--block", "mnist"], "choose within one table"),
+        (["sweep", "lr"], "there is no sweep of 'lr': write rho"),
+        (["ablate", "rho"], "choose one of noise, samples, splits, curvature"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*arguments, "--scale", "tiny")
+    assert result.exit_code == 1
+    assert message in str(result.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_teaches():
+    assert "bsam reproduce all --scale tiny" in invoke("reproduce", "--help").output
+    assert "bsam sweep rho --scale tiny" in invoke("sweep", "--help").output
+    assert "bsam ablate splits --scale tiny" in invoke("ablate", "--help").output
+    assert invoke("reproduce", "table1", "--scale", "small").exit_code == 2
+
+
+def test_tables_are_checked_and_written(tmp_path):
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "page.md"
+    (tmp_path / "README.md").write_text("nothing to fill in\n")
+    page.write_text("before\n<!-- table: table4 -->\nold\n<!-- end -->\nafter\n")
+    checked = invoke("tables", "--check", "--root", tmp_path)
+    assert (checked.exit_code, checked.output) == (1, f"stale: {page}\n")
+    assert "old" in page.read_text()
+    assert invoke("tables", "--root", tmp_path).output == f"written: {page}\n"
+    assert "old" not in page.read_text()
+    assert page.read_text().startswith("before\n<!-- table: table4 -->\n**bSAM, ResNet-20-FRN on CIFAR-10**\n")
+    assert page.read_text().endswith("\n<!-- end -->\nafter\n")
+    assert invoke("tables", "--check", "--root", tmp_path).exit_code == 0

@@ -1,0 +1,378 @@
+"""The page of `bsam report`: complete, honest about what is missing, readable everywhere, without network."""
+
+import dataclasses
+import html
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import bsam
+from bsam.experiments import demo
+from bsam.experiments.commands import app
+from bsam.experiments.comparison import TABLES, compare
+from bsam.experiments.config import override
+from bsam.experiments.evaluate import evaluate
+from bsam.experiments.figures import FIGURES
+from bsam.experiments.paper.presets import preset
+from bsam.experiments.record import environment, write_json
+from bsam.experiments.report.paper_page import write_paper_page
+from bsam.experiments.reproduce.show import scale_note
+from bsam.experiments.runs import Run
+
+ROOT = Path(__file__).parents[2]
+HEADS = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "auroc": "AUROC ↑"}
+STUDIES = {
+    "sweep_rho": ("The radius", [0.001, 0.01, 0.1]),
+    "ablate_samples": ("Samples", [0, 1, 8]),
+    "ablate_noise": ("Noise", ["MNIST", "CIFAR-10", "CIFAR-100"]),
+}
+METHODS = ("sgd", "sam-sgd", "adam", "bsam")
+
+
+def record_a_run(folder, name, seed):
+    """Two epochs on digits, recorded as the tiny scale's run of another preset."""
+    config = override(preset("digits/bsam"), ["epochs=2", "beta2=0.9"])
+    run = Run.start(folder / "run", config, seed, preset=name, device="cpu")
+    run.train()
+    evaluate(folder / "run", samples=[32], device="cpu")
+    return json.loads((folder / "run" / "record.json").read_text()) | {"scale": "tiny"}
+
+
+def invent(name, seed, quality, changes=()):
+    """The record of a run that never was: `quality` decides its numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    log_probs = (quality * torch.randn(300, 10, generator=generator, dtype=torch.float64)).log_softmax(1)
+    labels = torch.multinomial(log_probs.exp(), 1, generator=generator).squeeze(1)
+    evaluation = bsam.metrics.summary((log_probs, labels), num_bootstrap=10).as_dict()
+    evaluation["reliability"] = bsam.metrics.reliability(log_probs, labels).as_rows()
+    return {
+        "preset": name,
+        "seed": seed,
+        "config": dataclasses.asdict(override(preset(name), changes)),
+        "seconds": 3700.0,
+        "final_loss": 0.1,
+        "environment": environment(),
+        "scale": "reduced" if changes else "full",
+        "evaluations": {"test": {"32": evaluation}, "environment": environment()},
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Records of full, reduced and tiny runs, of a sweep, the demo and the figures' numbers."""
+    folder = tmp_path_factory.mktemp("results")
+    records = [invent(f"table1/cifar10/{m}", seed, 3 + i) for i, m in enumerate(METHODS) for seed in range(5)]
+    records += [invent("table6/mnist/bsam", seed, 6, ["epochs=10"]) for seed in range(2)]
+    records += [record_a_run(tmp_path_factory.mktemp("run"), "table6/fashionmnist/bsam", 0)]
+    for record in records:
+        path = folder / "runs" / record["preset"] / f"seed{record['seed']}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, record)
+    for file, (title, x) in STUDIES.items():
+        points = [[0.1, 0.01], [0.2, None], [0.3, 0.02]]
+        metrics = {"bSAM": dict.fromkeys(HEADS, points), "SAM-SGD": dict.fromkeys(HEADS, points[::-1])}
+        metrics["bSAM"]["auroc"] = [points[0], [None, None], points[2]]  # undefined, without a mistake
+        series = [{"label": label, "x": x, "seeds": [2, 1, 2], "metrics": found} for label, found in metrics.items()]
+        study = {"what": "", "title": title, "x": "setting", "scale": "tiny", "series": series}
+        write_json(folder / f"{file}.json", study | {"environment": environment(), "command": "bsam sweep rho"})
+    for name in ("demo.json", "figures.json"):
+        (folder / name).write_text((ROOT / "results" / name).read_text())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def path(results):
+    out = results / "report" / "paper.html"
+    figures = ROOT / "docs" / "images" / "theory"
+    arguments = ["report", "--records", results / "runs", "--figures", figures, "--out", out]
+    done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "paper.html" in done.stdout.replace("\n", "")
+    return out
+
+
+@pytest.fixture(scope="module")
+def page(path):
+    return path.read_text()
+
+
+def tables_of(page):
+    """By label: the rows of a table, each the texts of its cells."""
+    found = {}
+    for label, table in re.findall(r'<table[^>]* aria-label="([^"]*)">(.*?)</table>', page, re.DOTALL):
+        rows = re.findall(r"<tbody>\s*<tr>(.*?)</tr>", table, re.DOTALL)
+        cells = [re.findall(r"<(?:th|td)[^>]*>(.*?)</(?:th|td)>", row, re.DOTALL) for row in rows]
+        found[html.unescape(label)] = [[re.sub(r"<[^>]*>", "", cell) for cell in row] for row in cells]
+    return found
+
+
+def test_every_table_is_there_with_its_numbers(page, results):
+    tables = tables_of(page)
+    assert len(tables["Overview"]) == len(TABLES) == 6
+    for name, title in TABLES.items():
+        for block in compare(name, results / "runs").blocks:
+            shown = tables[f"Table {name[-1]}: {title}, {block.title}"]
+            for row, (label, *cells) in zip(block.rows, shown, strict=True):
+                assert label == row.label
+                for cell, text in zip(row.cells, cells, strict=True):
+                    assert f"paper {cell.published.printed}" in text
+                    digits = {"accuracy": 2, "nll": 3, "ece": 4, "auroc": 3}[cell.metric]
+                    assert text.startswith("– missing" if cell.mean is None else f"{cell.mean:.{digits}f} (")
+                    if cell.sd is not None:
+                        assert f"({cell.sd:.{digits}f})" in text
+
+
+def test_the_overview_counts_the_marks(page, results):
+    for (_, *counts), name in zip(tables_of(page)["Overview"], TABLES, strict=True):
+        rows = [row for block in compare(name, results / "runs").blocks for row in block.rows]
+        marks = [cell.mark for row in rows for cell in row.cells]
+        assert [int(c) for c in counts] == [
+            marks.count(m) for m in ("matches", "better", "worse", "reduced", "missing")
+        ]
+
+
+def test_marks_are_said_in_words_and_explained(page):
+    legend = re.search(r'<dl class="legend">(.*?)</dl>', page, re.DOTALL).group(1)
+    cells = [cell for rows in tables_of(page).values() for row in rows for cell in row[1:]]
+    for symbol, mark in {"=": "matches", "▲": "better", "▼": "worse", "◐": "reduced", "–": "missing"}.items():
+        assert f"<dt>{symbol} {mark}</dt>" in legend
+        assert any(f"{symbol} {mark}" in cell for cell in cells), mark
+    assert "Best in bold by a Welch test against the best at 5%" in legend
+    assert re.search(r"<strong>\d", page)
+
+
+def test_smaller_runs_are_labelled(page):
+    assert "Reduced: 10 of 75 epochs and 2 of 5 seeds." in html.unescape(page)
+    assert "<strong>Tiny: not the paper's data.</strong>" in html.unescape(page)
+    assert scale_note("tiny") in html.unescape(page)
+    assert "◐ tiny" in page
+    (fashion,) = (rows for label, rows in tables_of(page).items() if "FashionMNIST" in label and "Table 6" in label)
+    for cell in fashion[-1][1:]:  # one seed has no standard deviation
+        assert "(-)" in cell
+
+
+def test_diagrams_curves_and_figures_are_there(page):
+    text = html.unescape(page)
+    for label in ("SGD", "SAM-SGD", "Adam", "bSAM"):
+        assert f"Reliability diagram of {label} in table1, ResNet-20-FRN on CIFAR-10" in text
+    assert "Reliability diagram of VOGN" not in text  # was not run
+    for title, _ in STUDIES.values():
+        for head in HEADS.values():
+            assert f'aria-label="{title}: {head}"' in text
+    assert tables_of(page)["Noise"][1] == ["bSAM, setting = CIFAR-10", "0.20 (-)", "0.200 (-)", "0.2000 (-)", "-"]
+    assert text.count('src="data:image/png;base64,') == len(FIGURES)
+    for figure in FIGURES.values():
+        assert f'alt="{figure.what}"' in text
+    assert "0.849045" in text  # results/figures.json: theorem_2, sigma_squared
+
+
+def test_the_demo_is_shown_as_recorded(page):
+    record = json.loads((ROOT / "results" / "demo.json").read_text())
+    assert tables_of(page)["The digits demo"] == [[name, *row] for name, row in demo.cells(record)]
+
+
+def commands_of(page):
+    blocks = re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)
+    return {line for block in blocks for line in html.unescape(re.sub(r"<[^>]*>", "", block)).splitlines()}
+
+
+def test_every_command_is_one_of_the_app(page):
+    command = typer.main.get_command(app)
+    commands = commands_of(page)
+    assert len(commands) > 70
+    for line in commands:
+        program, *arguments = shlex.split(line)
+        assert program == "bsam"
+        with command.make_context(program, arguments, resilient_parsing=True) as context:
+            name, found, rest = command.resolve_command(context, arguments)
+            found.make_context(name, rest, parent=context)  # raises on what it does not know
+
+
+def test_under_every_number_is_its_command(page):
+    for label, table in re.findall(r'<table class="sortable" aria-label="([^"]*)">(.*?)</table>', page, re.DOTALL):
+        if label not in {title for title, _ in STUDIES.values()}:  # one command for all of its rows, below the table
+            assert table.count("<pre>") == table.count("<tbody>"), label
+
+
+def test_it_needs_no_network_and_is_light(page):
+    references = re.findall(r'(?:src|href)="([^"]*)"', page)
+    assert all(r.startswith(("#", "data:")) for r in references), references
+    assert not re.search(r"@import|url\((?!#)", page)
+    assert len(page.encode()) < 5e6
+
+
+def test_ids_are_unique_and_links_lead_to_them(page):
+    ids = re.findall(r'\bid="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'<a href="#([^"]*)"', page)) <= set(ids)
+
+
+def test_without_any_record_everything_is_missing(tmp_path):
+    (tmp_path / "runs").mkdir()
+    page = write_paper_page(tmp_path / "paper.html", tmp_path / "runs", tmp_path).read_text()
+    for label, rows in tables_of(page).items():
+        if label != "Overview":
+            assert all(cell.startswith("– missing") for row in rows for cell in row[1:]), label
+    assert page.count("Not drawn yet.") == len(FIGURES)
+    assert {"bsam demo", "bsam sweep rho", "bsam ablate noise", "bsam ablate curvature"} <= commands_of(page)
+    assert "No run is recorded yet." in page
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="runs is no folder of records: name one with --records"):
+        write_paper_page(tmp_path / "paper.html", tmp_path / "runs", tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "demo.json").write_text("{")
+    with pytest.raises(ValueError, match=r"demo\.json is not a record"):
+        write_paper_page(tmp_path / "paper.html", tmp_path / "runs", tmp_path)
+    assert not (tmp_path / "paper.html").exists()
+
+
+# ------------------------------------------------------------------ in a browser
+
+
+@pytest.fixture
+def open_page(browser, path):
+    """Opens the page in a window of its own; asserts at the end that nothing went wrong and nothing was fetched."""
+    contexts, wrong = [], []
+
+    def open_page(width=1200, details=False, **options):
+        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        contexts.append(context)
+        window = context.new_page()
+        window.on("console", lambda message: wrong.append(message.text))
+        window.on("pageerror", lambda error: wrong.append(str(error)))
+        window.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else wrong.append(r.url))
+        window.goto(path.as_uri())
+        if details:
+            window.evaluate("for (const d of document.querySelectorAll('details')) d.open = true")
+        return window
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("details", [False, True], ids=["closed", "open"])
+@pytest.mark.parametrize("width", [400, 1200])
+def test_it_fits_the_window(open_page, width, details):
+    window = open_page(width, details)
+    assert window.locator("h1").is_visible()
+    assert window.locator("#table1 ~ table").first.is_visible()
+    assert window.evaluate("document.documentElement.scrollWidth") <= width
+
+
+CONTRASTS = """() => {
+  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const back = (element) => {
+    for (let e = element; e; e = e.parentElement) {
+      const colour = getComputedStyle(e).backgroundColor;
+      if ((numbers(colour)[3] ?? 1) > 0) return colour;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const found = {};
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !element.getClientRects().length) continue;
+    const style = getComputedStyle(element);
+    const ink = element instanceof SVGElement ? style.fill : style.color;
+    const [x, y] = [light(numbers(ink)), light(numbers(back(element)))];
+    const ratio = (Math.max(x, y) + 0.05) / (Math.min(x, y) + 0.05);
+    found[`${ink} on ${back(element)}`] = ratio;
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_has_contrast(open_page, scheme):
+    window = open_page(details=True, color_scheme=scheme)
+    contrasts = window.evaluate(CONTRASTS)
+    assert len(contrasts) >= 5
+    assert {pair: ratio for pair, ratio in contrasts.items() if ratio < 4.5} == {}
+    background = window.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+def column_of(table, index):
+    """The numbers of a column from top to bottom; None where it says missing."""
+    script = f"rows => rows.map(row => row.cells[{index}].dataset.value ?? null)"
+    values = table.locator("tbody > tr:first-child").evaluate_all(script)
+    return [None if value is None else float(value) for value in values]
+
+
+def test_a_click_on_a_head_sorts(open_page):
+    window = open_page()
+    table = window.locator("#table1 ~ table").first
+    before = column_of(table, 0)
+    assert before == list(range(1, 8))
+    accuracy = table.locator("thead th").nth(1)
+    for order, reverse in (("descending", True), ("ascending", False)):  # higher is better: the best first
+        accuracy.get_by_role("button").click()
+        assert accuracy.get_attribute("aria-sort") == order
+        values = column_of(table, 1)
+        assert values[:4] == sorted(values[:4], reverse=reverse)
+        assert values[4:] == [None] * 3  # what is missing stays last
+    nll = table.locator("thead th").nth(2)
+    nll.get_by_role("button").click()
+    assert nll.get_attribute("aria-sort") == "ascending"
+    assert accuracy.get_attribute("aria-sort") == "none"
+    first = table.locator("tbody").first  # a row keeps its command
+    assert first.locator("pre").text_content().endswith(" bsam")
+    assert first.locator("th").text_content() == "bSAM"
+    table.locator("thead th").first.get_by_role("button").click()
+    assert column_of(table, 0) == before
+
+
+@pytest.mark.parametrize("key", ["Enter", "Space"])
+def test_the_keyboard_sorts(open_page, key):
+    window = open_page()
+    table = window.get_by_role("table", name="The digits demo")
+    table.locator("thead th").first.get_by_role("button").focus()
+    for _ in range(3):
+        window.keyboard.press("Tab")
+    window.keyboard.press(key)
+    values = column_of(table, 3)
+    assert values == sorted(values)
+    assert table.locator("thead th").nth(3).get_attribute("aria-sort") == "ascending"
+    assert window.evaluate("document.activeElement.textContent") == "ECE ↓"
+
+
+def test_every_table_with_numbers_of_runs_sorts(open_page, page):
+    window = open_page()
+    heads = window.locator("table.sortable thead th").count()
+    assert heads == window.locator("table.sortable thead th[aria-sort=none] button").count()
+    assert window.locator("table.sortable").count() == page.count("<table") - page.count('<table class="values"')
+
+
+def test_it_can_be_read_without_scripts(open_page):
+    window = open_page(java_script_enabled=False)
+    table = window.locator("#table1 ~ table").first
+    assert table.locator("thead").inner_text().split() == [
+        "method",
+        "accuracy",
+        "↑",
+        "NLL",
+        "↓",
+        "ECE",
+        "↓",
+        "AUROC",
+        "↑",
+    ]
+    assert window.get_by_role("button").count() == 0
+    command = table.locator("pre").first
+    assert not command.is_visible()
+    table.locator("summary").first.click()
+    assert command.is_visible()

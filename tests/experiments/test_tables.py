@@ -1,0 +1,54 @@
+"""Tables in pages: what is between the marks comes from the records."""
+
+import json
+
+import pytest
+
+from bsam.experiments.tables import render, rewrite
+from tests.experiments.reproduce.records import write_record
+
+
+def test_what_is_between_the_marks_is_replaced_and_nothing_else(tmp_path):
+    text = (
+        "a\n<!-- table: sweep_rho -->\n| old |\n<!-- end -->\nb\n<!-- table: table4 -->\n<!-- end -->\nc <!-- end -->\n"
+    )
+    new = rewrite(text, tmp_path)
+    assert new.startswith("a\n<!-- table: sweep_rho -->\nNot recorded yet: `bsam sweep rho`.\n<!-- end -->\nb\n")
+    assert new.endswith("\n<!-- end -->\nc <!-- end -->\n")
+    assert rewrite(new, tmp_path) == new
+    assert rewrite("no marks\n", tmp_path) == "no marks\n"
+
+
+def test_a_new_record_makes_a_page_stale(tmp_path):
+    page = rewrite("<!-- table: table6 -->\n<!-- end -->\n", tmp_path)
+    assert "`bsam reproduce table6 --block mnist`" in page
+    for seed in range(5):
+        write_record(tmp_path / "runs", "table6/mnist/bsam", seed, accuracy=0.9878 + seed / 1e4)
+    new = rewrite(page, tmp_path)
+    assert new != page
+    assert "| bSAM<br>5 seeds, 75 epochs | **98.80 (0.02)**<br>98.78 (0.06)<br>+0.02 matches |" in new
+    assert "| SGD | -<br>98.63 (0.06)<br>missing |" in new
+    assert "--block fashionmnist" in new
+
+
+def test_studies_say_their_scale(tmp_path):
+    metrics = {metric: [[0.5, None]] for metric in ("accuracy", "nll", "ece", "auroc")}
+    series = [{"label": "bSAM", "x": [0.1], "metrics": metrics}]
+    record = {"title": "t", "x": "ρ", "scale": "tiny", "series": series}
+    (tmp_path / "sweep_rho.json").write_text(json.dumps(record))
+    shown = render("sweep_rho", tmp_path)
+    assert "| bSAM | 0.1 | 0.50 (-) | 0.500 (-) | 0.5000 (-) | 0.500 (-) |" in shown
+    assert "embedded digits" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- table: nothing -->\n<!-- end -->", "there is no table 'nothing' to fill in"),
+        ("<!-- table: table1 -->\n", "the table table1 has no end"),
+        ("<!-- table: table1 -->\n<!-- table: table2 -->\n<!-- end -->", "the table table1 has no end"),
+    ],
+)
+def test_bad_marks_are_refused(text, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        rewrite(text, tmp_path)
