@@ -81,7 +81,7 @@ def decompositions(*, least_groups: int = 2) -> dict[Any, Callable[..., Any]]:
 def _by_tap(w: Tensor, groups: int, *, transposed: bool) -> Tensor:
     """Weights (groups x outputs, inputs, size, size) as (groups, size, size, inputs, outputs), or transposed."""
     order = (0, 3, 4, 1, 2) if transposed else (0, 3, 4, 2, 1)
-    return w.unflatten(0, (groups, -1)).permute(order).contiguous()
+    return w.view(groups, -1, *w.shape[1:]).permute(order).contiguous()
 
 
 def _last(x: Tensor) -> Tensor:
@@ -137,7 +137,8 @@ def _(x: Tensor, w: Tensor, stride: int, padding: int, tf32: bool) -> Tensor:
 def _input_gradient(dy: Tensor, w: Tensor, height: int, width: int, stride: int, padding: int, tf32: bool) -> Tensor:
     groups, w_aten = len(w), w.permute(0, 3, 4, 1, 2).flatten(0, 1)
     shape = (dy.shape[0], groups * w.shape[4], height, width)
-    return _last(conv2d_input(shape, w_aten, dy, stride=stride, padding=padding, groups=groups))
+    dx: Tensor = conv2d_input(shape, w_aten, dy, stride=stride, padding=padding, groups=groups)  # type: ignore[no-untyped-call]
+    return _last(dx)
 
 
 @_input_gradient.register_fake
@@ -166,8 +167,8 @@ def _empty_sums(dy: Tensor, x: Tensor, size: int, groups: int) -> Tensor:
 @torch.library.custom_op("bsam::convolution_weight_gradient", mutates_args=(), device_types="cpu")
 def _weight_gradient(dy: Tensor, x: Tensor, size: int, stride: int, padding: int, groups: int, tf32: bool) -> Tensor:
     shape = (dy.shape[1], x.shape[1] // groups, size, size)
-    dw = conv2d_weight(x, shape, dy, stride=stride, padding=padding, groups=groups)
-    return dw.to(torch.float32).unflatten(0, (groups, -1)).permute(0, 3, 4, 1, 2)[None].contiguous()
+    dw: Tensor = conv2d_weight(x, shape, dy, stride=stride, padding=padding, groups=groups)  # type: ignore[no-untyped-call]
+    return dw.to(torch.float32).view(groups, -1, *shape[1:]).permute(0, 3, 4, 1, 2)[None].contiguous()
 
 
 @_weight_gradient.register_fake

@@ -157,7 +157,7 @@ def gather_convolution(
     pixels = images * triton.cdiv(height, classes) * triton.cdiv(width, classes)
     wide, block_p, block_in, block_out, warps, stages = gather_blocks(num_in, num_out, size, x.dtype.itemsize)
     grid = (triton.cdiv(pixels, block_p) * classes * classes, groups, triton.cdiv(num_out, block_out))
-    with torch.cuda.device_of(x):
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _gather_kernel[grid](
             x, w, y, images, *x.shape[2:], height, width,
             num_in, num_out, groups, size, stride, padding, transposed, wide, precision, block_p, block_in, block_out,
@@ -186,9 +186,10 @@ def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: 
     across, block_in, block_out, tiles = weight_tiles(num_in, num_out, size)
     block_p, warps, stages = weight_blocks(power_of_2(across) * block_in, block_out, x.dtype.itemsize)
     chunk = triton.cdiv(triton.cdiv(pixels, chunks), block_p) * block_p
-    with torch.cuda.device_of(x):
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _weight_kernel[(chunks, groups, tiles)](
             x, dy, dw, pixels, *x.shape[2:], *dy.shape[2:], chunk,
-            num_in, num_out, groups, size, across, power_of_2(across), stride, padding, precision, block_p, block_in, block_out,
+            num_in, num_out, groups, size, across, power_of_2(across), stride, padding, precision,
+            block_p, block_in, block_out,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip

@@ -77,7 +77,7 @@ def sample_posterior(
         first_split: Index of the first split, counted over all ranks.
     """
     runs, splits, numel = theta.shape
-    with torch.cuda.device_of(theta):
+    with torch.cuda.device_of(theta):  # type: ignore[no-untyped-call]
         _sample_kernel[(len(table), splits, runs)](
             theta, omega, s, table, steps, seeds, N, numel, steps.shape[1], first_split, splits, QUADS
         )

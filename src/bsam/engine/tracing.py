@@ -34,7 +34,8 @@ def compile_function(function: Function, inputs: list[Tensor], *, least_groups: 
             node.target = torch.ops.aten.reshape.default
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return compile_graph(graph, inputs)  # type: ignore[arg-type, return-value]
+    compiled: Function = compile_graph(graph, inputs)  # type: ignore[arg-type]
+    return compiled
 
 
 class Captured:
@@ -47,7 +48,7 @@ class Captured:
     """
 
     def __init__(self, function: Callable[[], Any], device: torch.device, undo: Callable[[], None]) -> None:
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):  # compiles kernels, and lets libraries make their workspaces

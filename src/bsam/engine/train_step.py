@@ -2,13 +2,13 @@
 
 The step of a method is its probe and its update, as in `optimizer.step`. Here they are run once on tensors that only
 record what is done with them: the probe under vmap over the splits (and the runs), on parameters packed into long
-buffers. What was recorded is compiled. There is no second copy of any formula but one: on CUDA the sampling of line 3 of
-bSAM is a kernel of its own, because it keeps its noise in registers.
+buffers. What was recorded is compiled. There is no second copy of any formula but one: on CUDA the sampling of line 3
+of bSAM is a kernel of its own, because it keeps its noise in registers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from bsam.engine.methods import Method, TorchStep, method_of
 from bsam.engine.packs import LARGE, Pack, make_packs
+from bsam.engine.watch import Watch
 from bsam.forward import map_tensors
 from bsam.gradients import LossFunction, LossModule, keys_of, reached_by
-from bsam.optim.base import Gradients, ProbingOptimizer, Slot, Tally, all_finite, clip_gradient, make_slots
+from bsam.optim.base import Slot, all_finite, clip_gradient
 from bsam.optim.batch import split_batch
 from bsam.optim.gaussian import GaussianOptimizer
-from bsam.optim.sam import SAM
 from bsam.optim.together import probe_stack, why_not
 from bsam.optim.vogn import VOGN
 
@@ -30,15 +31,21 @@ __all__ = ["TrainStep"]
 
 RATES = ("lr", "prior_precision", "damping", "rho")
 """Options of a group that may change from step to step; they are read from the device, with the two betas."""
+FIXED = (
+    "splits", "nonfinite", "max_grad_norm", "batch_norm", "num_data", "augmentation_factor", "seed", "curvature",
+    "sample_noise", "statistics", "sample", "perturb",
+)  # fmt: skip
+"""Options that are compiled in."""
 
 
 class TrainStep:
     """A compiled training step: `step(x, y)` in place of `optimizer.step(loss_fn, x, y)`.
 
     Schedulers, checkpoints and resuming work as before: weights and state are the model's and the optimizer's own. A
-    batch of another shape than the example goes through the plain loop. A step that meets a loss or gradient that is
-    not finite is left out, on the device; with `nonfinite="raise"` the error comes as soon as the device has said so,
-    which may be a few steps later.
+    batch of another shape than the example, or a model in another mode (`eval()`, frozen parameters) than when the step
+    was made, goes through the plain loop. A step that meets a loss or gradient that is not finite is left out, on the
+    device; with `nonfinite="raise"` the error comes as soon as the device has said so, which may be a few steps later.
+    `p.grad` is left alone, unless a torch optimizer needs it.
 
     Several runs can be trained together: give a list of optimizers, each with a model of its own and of the same
     architecture, a list of loss functions, and batches with a dimension of runs in front. One step is one step of
@@ -50,8 +57,10 @@ class TrainStep:
         example_batch: A batch; only its shapes and types matter.
         module: The model, where the optimizer does not know it.
         compile: False runs the traced formulas as they are.
-        cuda_graph: Whether to capture the step: `"auto"` on CUDA, if there is one process and the step is compiled.
+        cuda_graph: Whether to capture the step: `"auto"` on CUDA, if the step is compiled.
         precision: `"bfloat16"` runs `loss_fn` under autocast.
+        least_groups: On CUDA, convolutions with so many groups, one for each split of each run, have kernels of their
+            own; those with fewer are left to cuDNN.
 
     Examples:
         >>> from bsam import BSAM
@@ -85,16 +94,21 @@ class TrainStep:
             )
         if precision not in (None, "float32", "bfloat16"):
             raise ValueError(f"precision={precision!r} must be None, 'float32' or 'bfloat16'.")
-        device = next(self.modules[0].parameters()).device
-        self._loss_fns = [_in_precision(f, precision, device) for f in loss_fns]
-        self._methods = [o if isinstance(o, ProbingOptimizer) else _Plain(o) for o in self.optimizers]
+        self.device = self.optimizers[0].param_groups[0]["params"][0].device
+        if cuda_graph is True and self.device.type != "cuda":
+            raise ValueError(f"cuda_graph=True needs parameters on a CUDA device, not on {self.device}.")
+        self._loss_fns = [_in_precision(f, precision, self.device) for f in loss_fns]
+        self._methods: list[Method] = [method_of(o, m) for o, m in zip(self.optimizers, self.modules, strict=True)]
+        method = self._methods[0]
+        if method.process_group is not None:
+            raise ValueError("process_group= goes with optimizer.step: TrainStep trains on one device.")
         self._check_alike()
 
         runs = len(self.optimizers)
-        self._example = example_batch if self._stacked else map_tensors(lambda t: t[None], tuple(example_batch))
+        self._example = tuple(example_batch) if self._stacked else map_tensors(lambda t: t[None], tuple(example_batch))
+        self._check_runs(self._example)
         self._shapes = _signature(self._example)
         first = map_tensors(lambda t: t[0], self._example)
-        method = self._methods[0]
         self._splits = method._option("splits")
         method._check_batch(first)
         parts = split_batch(first, self._splits)
@@ -104,19 +118,31 @@ class TrainStep:
         if reason is not None:
             raise ValueError(f"no step can be made of this batch and optimizer: {reason}.")
         self._part = parts[0][0]
-        if method.process_group is not None:
-            raise ValueError("process_group= goes with optimizer.step: TrainStep trains on one device.")
+        slots = [each._slots() for each in self._methods]
+        keys = [keys_of(m, [slot.parameter for slot in own]) for m, own in zip(self.modules, slots, strict=True)]
+        self._check_architectures(keys, slots)
+        reached = self._reached(slots)
 
-        slots = [m._slots() for m in self._methods]
-        reached = reached_by(self.modules[0], [s.parameter for s in slots[0]], self._loss_fns[0], self._part)
-        slots = [[slot for slot, found in zip(each, reached, strict=True) if found] for each in slots]
-        if not slots[0]:
-            raise ValueError("no gradient reaches any parameter of the optimizer: does loss_fn use the module?")
-        keys = keys_of(self.modules[0], [slot.parameter for slot in slots[0]])
-        self.device = slots[0][0].parameter.device
-        self._packs = make_packs(slots, keys, large=0 if isinstance(method, VOGN) else LARGE)
+        # All is known to be good: from here on parameters and buffers become views of what the step reads.
+        kept = [[slot for slot, found in zip(own, reached, strict=True) if found] for own in slots]
+        names = [key for key, found in zip(keys[0], reached, strict=True) if found]
+        left = [[slot for slot, found in zip(own, reached, strict=True) if not found] for own in slots]
+        method._warn_of_unseen(left[0], stacklevel=3)
+        self._packs = make_packs(kept, names, large=0 if isinstance(method, VOGN) else LARGE)
+        self._group_of = [_position(pack.runs[0][0].group, method.param_groups) for pack in self._packs]
+        """The number of each pack's group."""
+        self._places = [
+            (run, slot, group)
+            for pack, group in zip(self._packs, self._group_of, strict=True)
+            for run, own in enumerate(pack.runs)
+            for slot in own
+        ]
+        """Every slot, with the numbers of its run and of its group."""
         self._register()
         self._adopt_buffers()
+        self._flagged = [owner for module in self.modules for owner in module.modules()]
+        self._flags = self._present_flags()
+        self._fixed = self._fixed_options()
 
         self._rates = torch.zeros((len(method.param_groups), len(RATES) + 2), dtype=torch.float64, device=self.device)
         self._known_rates: list[list[float]] = []
@@ -126,11 +152,9 @@ class TrainStep:
             each._skipped = self._skipped[run]
         self._refused = torch.zeros(runs, device=self.device)
         """1 for the runs whose last step was left out."""
-        self._losses = torch.zeros(
-            runs, device=self.device, dtype=torch.promote_types(torch.float32, slots[0][0].dtype)
-        )
-        self._gradients = [] if self._updates_itself else [torch.zeros_like(pack.weights) for pack in self._packs]
-        self._sampled = [isinstance(method, GaussianOptimizer) and self._samples(pack) for pack in self._packs]
+        self._losses = torch.zeros(runs, device=self.device, dtype=torch.promote_types(torch.float32, kept[0][0].dtype))
+        self._gradients = [] if self._gaussians else [torch.zeros_like(pack.weights) for pack in self._packs]
+        self._sampled = [self._samples(pack) for pack in self._packs]
         self._theta = [
             torch.zeros((runs, self._splits, pack.numel), device=self.device, dtype=pack.runs[0][0].dtype)
             for pack, sampled in zip(self._packs, self._sampled, strict=True)
@@ -142,13 +166,16 @@ class TrainStep:
 
             self._tables = [
                 block_table([slot.index for slot in pack.runs[0]], pack.offsets, pack.sizes, self.device)
-                for pack in self._packs
+                for pack, sampled in zip(self._packs, self._sampled, strict=True)
+                if sampled
             ]
         self._seeds = torch.tensor(
             [m._option("seed") if self._theta else 0 for m in self._methods], dtype=torch.int64, device=self.device
         )
-        self._fused = [_make_fused(_base(o), self.device) for o in self.optimizers] if self._gradients else []
-        self._watch = _Watch(self._skipped) if method._option("nonfinite") == "raise" else None
+        self._torch_steps = [
+            TorchStep(o, [slot.parameter for slot in own]) for o, own in zip(self.optimizers, left, strict=True)
+        ]
+        self._watch = Watch(self._skipped) if method._option("nonfinite") == "raise" else None
 
         from bsam.engine.tracing import Captured, compile_function  # here: they take a second to import
 
@@ -166,8 +193,6 @@ class TrainStep:
             function(*flat)
 
         self._whole: Callable[[], None] = whole
-        if cuda_graph is True and self.device.type != "cuda":
-            raise ValueError("cuda_graph=True needs parameters on a CUDA device.")
         if cuda_graph is True or (cuda_graph == "auto" and compile and self.device.type == "cuda"):
             self._whole = Captured(whole, self.device, undo=self._snapshot(flat))
 
@@ -177,36 +202,37 @@ class TrainStep:
     def __call__(self, *batch: Any) -> Tensor:
         """Take one step; returns the mean loss of the first pass (of each run, if there are several)."""
         stacked = batch if self._stacked else map_tensors(lambda t: t[None], batch)
-        if _signature(stacked) != self._shapes:
-            return self._loop(stacked)
+        self._check_runs(stacked)
+        self._check_alike()
+        self._check_fixed()
         for method in self._methods:
             method._refuse_if_away("take a step")
         if self._watch is not None:
             self._watch.check()
+        if _signature(stacked) != self._shapes or self._present_flags() != self._flags:
+            return self._loop(stacked)
         self._adopt()
         self._fill(_tensors(stacked))
         self._send_rates()
         self._whole()
         if self._gradients:
             self._step_optimizers()
+        for optimizer in self.optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether a step was taken
         if self._watch is not None:
             self._watch.look(self._skipped)
         return self._losses.clone() if self._stacked else self._losses[0].clone()
 
     def _loop(self, stacked: tuple[Any, ...]) -> Tensor:
-        """The step of a batch of another shape: each run by itself."""
-        losses = []
-        for run, (optimizer, loss_fn) in enumerate(zip(self.optimizers, self._loss_fns, strict=True)):
-            batch = map_tensors(lambda t, run=run: t[run], stacked)
-            if isinstance(optimizer, ProbingOptimizer):
-                losses.append(optimizer.step(loss_fn, *batch))
-                continue
-            optimizer.zero_grad()
-            with torch.enable_grad():
-                loss = loss_fn(*batch)
-                torch.autograd.backward(loss)  # type: ignore[arg-type]
-            optimizer.step()
-            losses.append(loss.detach())  # type: ignore[union-attr]
+        """The step of a batch of another shape: each run by itself. All take it before an error is raised."""
+        losses, errors = [], []
+        for run, (method, loss_fn) in enumerate(zip(self._methods, self._loss_fns, strict=True)):
+            try:
+                losses.append(method.step(loss_fn, *_of_run(stacked, run)))
+            except FloatingPointError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         return torch.stack(losses) if self._stacked else losses[0]
 
     def _flat_step(self, *flat: Tensor) -> list[Tensor]:
@@ -230,10 +256,12 @@ class TrainStep:
         """The step of one run, as formulas."""
         method = self._methods[0]
         slots = []
-        for pack, weights, state in zip(self._packs, given["weights"], given["state"], strict=True):
-            like = pack.runs[0][0]
+        for pack, index, weights, state in zip(
+            self._packs, self._group_of, given["weights"], given["state"], strict=True
+        ):
             own = {name: value.clone() for name, value in state.items()}  # written to, as is the parameter
-            slots.append(Slot(like.index, weights.clone(), self._group(like.group, rates), weights, own))
+            group = self._group(method.param_groups[index], rates[index])
+            slots.append(Slot(pack.runs[0][0].index, weights.clone(), group, weights, own))
         drawn = iter(given["theta"])
         theta = [
             next(drawn) if sampled else slot.mean.expand(self._splits, *slot.mean.shape)
@@ -251,10 +279,10 @@ class TrainStep:
         finite = all_finite([*losses, *(t for tensors in statistics.values() for t in tensors)])
         clip_gradient(statistics["gradient"], method._option("max_grad_norm"))
         gradients = []
-        if self._gradients:
-            gradients = [g.to(slot.mean.dtype) for g, slot in zip(statistics["gradient"], slots, strict=True)]
-        else:
+        if isinstance(method, GaussianOptimizer):
             method._update(slots, statistics, finite)
+        else:
+            gradients = [g.to(slot.mean.dtype) for g, slot in zip(statistics["gradient"], slots, strict=True)]
         return {
             "weights": [slot.parameter for slot in slots],
             "state": [slot.state for slot in slots],
@@ -275,8 +303,7 @@ class TrainStep:
 
     def _group(self, group: dict[str, Any], rates: Tensor) -> dict[str, Any]:
         """The group with the options that may change read from the device."""
-        index = next(i for i, each in enumerate(self._methods[0].param_groups) if each is group)
-        values = dict(zip((*RATES, "beta1", "beta2"), rates[index].unbind(), strict=True))
+        values = dict(zip((*RATES, "beta1", "beta2"), rates.unbind(), strict=True))
         betas = {"betas": (values["beta1"], values["beta2"])} if "betas" in group else {}
         return {**group, **{name: values[name] for name in RATES if name in group}, **betas}
 
@@ -286,7 +313,7 @@ class TrainStep:
         return {
             "theta": self._theta,
             "weights": [pack.weights for pack in self._packs],
-            "state": [pack.state if self._updates_itself else {} for pack in self._packs],
+            "state": [pack.state if self._gaussians else {} for pack in self._packs],
             "buffers": self._buffers,
             "batch": self._batch,
             "rates": self._rates,
@@ -297,31 +324,30 @@ class TrainStep:
         }
 
     @property
-    def _updates_itself(self) -> bool:
-        """Whether the update is traced too; torch's optimizers make their own step with the gradient."""
-        return isinstance(self._methods[0], GaussianOptimizer)
+    def _gaussians(self) -> list[GaussianOptimizer]:
+        """The optimizers whose update is traced too; torch's make their own step with the gradient."""
+        return [method for method in self._methods if isinstance(method, GaussianOptimizer)]
 
     def _samples(self, pack: Pack) -> bool:
-        noisy = self._methods[0].param_groups[0].get("sample_noise", True)
-        return bool(noisy and pack.runs[0][0].group["sample"])
+        group = pack.runs[0][0].group
+        return bool(self._gaussians and group["sample"] and group.get("sample_noise", True))
 
     def _draw(self) -> None:
         """Put the weights of the first pass into their buffers."""
-        method = self._methods[0]
         sampled = [pack for pack, is_sampled in zip(self._packs, self._sampled, strict=True) if is_sampled]
         for i, (pack, theta) in enumerate(zip(sampled, self._theta, strict=True)):
-            if self.device.type == "cuda" and isinstance(method, GaussianOptimizer) and not isinstance(method, VOGN):
+            method = self._gaussians[0]
+            if theta.device.type == "cuda" and theta.dtype == torch.float32 and not isinstance(method, VOGN):
                 from bsam.engine.sampling_triton import sample_posterior
 
                 N = method.effective_num_data
                 s, steps = pack.state["unit_precision"], pack.state["step"]
                 sample_posterior(theta, pack.weights, s, self._tables[i], steps, self._seeds, N, 0)
                 continue
-            for run, (own, slots) in enumerate(zip(self._methods, pack.runs, strict=True)):
+            for run, (own, slots) in enumerate(zip(self._gaussians, pack.runs, strict=True)):
                 for slot, start, size in zip(slots, pack.offsets, pack.sizes, strict=True):
-                    here = Slot(slot.index, slot.parameter, slot.group, slot.parameter.detach(), slot.state)
                     for k in range(self._splits):
-                        theta[run, k, start : start + size].copy_(own._theta(here, k).flatten())
+                        theta[run, k, start : start + size].copy_(own._theta(slot, k).flatten())
 
     def _fill(self, tensors: list[Tensor]) -> None:
         for buffer, tensor in zip(self._batch, tensors, strict=True):
@@ -339,25 +365,25 @@ class TrainStep:
     # ------------------------------------------------------------------ packs and buffers are the model's own
 
     def _register(self) -> None:
-        for run, method in enumerate(self._methods):
-            if self._updates_itself:
-                method._keep([slot for pack in self._packs for slot in pack.runs[run]])
-        self._addresses = [slot.parameter.data_ptr() for pack in self._packs for slots in pack.runs for slot in slots]
+        for run, method in enumerate(self._gaussians):
+            method._keep([slot for pack in self._packs for slot in pack.runs[run]])
+        self._addresses = [slot.parameter.data_ptr() for _, slot, _ in self._places]
 
     def _adopt(self) -> None:
-        """Take over weights, states and buffers that were replaced since the last step, by loading say."""
-        slots = [(slot, method) for pack in self._packs for slot, method in _each(pack, self._methods)]
+        """Take over weights, states, groups and buffers that were replaced since the last step, by loading say."""
+        gaussians = self._gaussians
         same = all(
             slot.parameter.data_ptr() == address
-            and (not self._updates_itself or method.state[slot.parameter] is slot.state)
-            for (slot, method), address in zip(slots, self._addresses, strict=True)
+            and slot.group is self._methods[run].param_groups[group]
+            and (not gaussians or gaussians[run].state[slot.parameter] is slot.state)
+            for (run, slot, group), address in zip(self._places, self._addresses, strict=True)
         )
         if not same:
-            if self._updates_itself:
-                for slot, method in slots:
-                    slot.state = dict(
-                        method.state.get(slot.parameter) or method._fresh_state(slot.parameter, slot.group)
-                    )
+            for run, slot, group in self._places:
+                slot.group = self._methods[run].param_groups[group]
+                if gaussians:
+                    state = gaussians[run].state.get(slot.parameter)
+                    slot.state = dict(state or gaussians[run]._fresh_state(slot.parameter, slot.group))
             for pack in self._packs:
                 pack.adopt()
             self._register()
@@ -370,10 +396,14 @@ class TrainStep:
     def _adopt_buffers(self) -> None:
         """Stack the buffers of all models, and make them views of the stacks."""
         owners = [
-            [(f"module.{prefix}{'.' if prefix else ''}{name}", owner, name, b) for prefix, owner in module.named_modules()
-             for name, b in owner._buffers.items() if b is not None]
+            [
+                (f"module.{prefix}{'.' if prefix else ''}{name}", owner, name, b)
+                for prefix, owner in module.named_modules()
+                for name, b in owner._buffers.items()
+                if b is not None
+            ]
             for module in self.modules
-        ]  # fmt: skip
+        ]
         self._buffers = {}
         for column in zip(*owners, strict=True):
             stack = torch.stack([b for _, _, _, b in column])
@@ -395,18 +425,15 @@ class TrainStep:
 
     def _step_optimizers(self) -> None:
         """One step of each run's torch optimizer with the gradients of the traced part."""
-        for run, optimizer in enumerate(self.optimizers):
-            for pack, gradients in zip(self._packs, self._gradients, strict=True):
-                for place, slot in enumerate(pack.runs[run]):
-                    slot.parameter.grad = pack.view(gradients, run, place)
-            base = _base(optimizer)
-            refused = self._refused[run]
-            if self._fused[run]:
-                base.found_inf, base.grad_scale = refused, None  # type: ignore[attr-defined]
-            elif bool(refused):
-                continue
-            step = type(base).step
-            getattr(step, "__wrapped__", step)(base)
+        for run, step in enumerate(self._torch_steps):
+            gradients = [
+                (slot.parameter, pack.view(gradient, run, place))
+                for pack, gradient in zip(self._packs, self._gradients, strict=True)
+                for place, slot in enumerate(pack.runs[run])
+            ]
+            step(gradients, self._refused[run])
+
+    # ------------------------------------------------------------------ checks
 
     def _check_alike(self) -> None:
         first = self._methods[0]
@@ -423,75 +450,74 @@ class TrainStep:
                         "trained together may differ in seed, weights and data only."
                     )
 
-
-class _Plain:
-    """One of torch's optimizers, in the shape of those that probe: one gradient, at the weights."""
-
-    process_group = None
-    _skipped: Tensor | None = None
-    vectorise = None
-    module = None
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @property
-    def skipped_steps(self) -> int:
-        return 0 if self._skipped is None else int(self._skipped)
-
-    def _option(self, name: str) -> Any:
-        return {"splits": 1, "batch_norm": "first_split", "max_grad_norm": None, "nonfinite": "raise"}[name]
-
-    def _slots(self) -> list[Slot]:
-        return make_slots(self.optimizer, lambda parameter, group: {})
-
-    def _check_batch(self, batch: tuple[Any, ...]) -> None:
-        pass
-
-    def _refuse_if_away(self, what: str) -> None:
-        pass
-
-    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
-        tally.add("gradient", grad_at(theta))
-
-
-class _Watch:
-    """Raises once the device has counted a step that was left out, without waiting for it."""
-
-    def __init__(self, skipped: Tensor) -> None:
-        cuda = skipped.device.type == "cuda"
-        self._known = int(skipped.sum())
-        self._seen = torch.zeros(skipped.shape, dtype=skipped.dtype, pin_memory=cuda)
-        self._event = torch.cuda.Event() if cuda else None
-        self._asked = False
-
-    def look(self, skipped: Tensor) -> None:
-        """Ask for the count."""
-        if self._event is None:
-            self._seen.copy_(skipped)
-            self._asked = True
-            self.check()
-        elif not self._asked:
-            self._seen.copy_(skipped, non_blocking=True)
-            self._event.record()
-            self._asked = True
-
-    def check(self) -> None:
-        """Raise if the answer is there, and more steps were left out than before."""
-        if not self._asked or (self._event is not None and not self._event.query()):
-            return
-        self._asked = False
-        count = int(self._seen.sum())
-        if count > self._known:
-            self._known = count
-            raise FloatingPointError(
-                "a loss or gradient was not finite. Its step was left out: weights and state are as before it. Lower "
-                "lr or rho, look at the batches, or leave such steps out with nonfinite='skip'."
+    def _check_architectures(self, keys: list[list[str]], slots: list[list[Slot]]) -> None:
+        """Raise unless all runs have the same parameters, buffers and modes."""
+        seen = [
+            (
+                names,
+                [(slot.parameter.shape, slot.parameter.dtype) for slot in own],
+                [(name, b.shape, b.dtype) for name, b in module.named_buffers()],
+                [owner.training for owner in module.modules()],
             )
+            for names, own, module in zip(keys, slots, self.modules, strict=True)
+        ]
+        for run, other in enumerate(seen):
+            if other != seen[0]:
+                raise ValueError(
+                    f"the model of run {run} differs from that of run 0: runs that are trained together must have one "
+                    "architecture, frozen parameters and train() or eval() included."
+                )
+
+    def _reached(self, slots: list[list[Slot]]) -> list[bool]:
+        """Which slots are part of the loss, in all runs."""
+        found = []
+        for run, (module, own, loss_fn) in enumerate(zip(self.modules, slots, self._loss_fns, strict=True)):
+            found.append(reached_by(module, [slot.parameter for slot in own], loss_fn, self._part))
+            if not any(found[run]):
+                raise ValueError(
+                    f"no gradient reaches any parameter of the optimizer{f' of run {run}' if self._stacked else ''}: "
+                    "does loss_fn use the module?"
+                )
+            if found[run] != found[0]:
+                raise ValueError(f"the loss of run {run} uses other parameters than that of run 0.")
+        return found[0]
+
+    def _check_runs(self, stacked: tuple[Any, ...]) -> None:
+        """Raise unless every tensor of a batch has one row a run, and rows that can be cut."""
+        shapes = [tuple(t.shape) for t in _tensors(stacked)]
+        runs = len(self.optimizers)
+        bad = [shape for shape in shapes if len(shape) < 2 or shape[0] != runs]
+        if bad and self._stacked:
+            raise ValueError(
+                f"a tensor of the batch has shape {bad[0]}: with {runs} runs it must be ({runs}, examples, ...)."
+            )
+
+    def _fixed_options(self) -> list[dict[str, Any]]:
+        return [
+            {name: group[name] for name in FIXED if name in group}
+            for method in self._methods
+            for group in method.param_groups
+        ]
+
+    def _check_fixed(self) -> None:
+        """Raise if an option that is compiled in was changed."""
+        now = self._fixed_options()
+        if now == self._fixed:
+            return
+        if len(now) != len(self._fixed):
+            raise ValueError("a group of parameters was added after the TrainStep was made: make a new one.")
+        for group, before in zip(now, self._fixed, strict=True):
+            for name in before:
+                if group.get(name) != before[name]:
+                    raise ValueError(
+                        f"{name} was {before[name]} when the TrainStep was made, and is {group.get(name)} now: make a "
+                        "new one, because it is compiled in."
+                    )
+
+    def _present_flags(self) -> list[bool]:
+        """Whether each module trains and each parameter takes a gradient."""
+        trains = [owner.training for owner in self._flagged]
+        return trains + [slot.parameter.requires_grad for _, slot, _ in self._places]
 
 
 def _modules(optimizers: list[Optimizer], module: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
@@ -517,23 +543,6 @@ def _in_precision(loss_fn: LossFunction, precision: str | None, device: torch.de
     return under_autocast
 
 
-def _base(optimizer: Optimizer) -> Optimizer:
-    return optimizer.base_optimizer if isinstance(optimizer, SAM) else optimizer
-
-
-def _make_fused(optimizer: Optimizer, device: torch.device) -> bool:
-    """Let an optimizer use its fused step, which can leave a step out on the device; False if it has none."""
-    if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam | torch.optim.AdamW) or device.type != "cuda":
-        return False
-    for group in optimizer.param_groups:
-        group["fused"], group["foreach"] = True, False
-        for parameter in group["params"]:
-            step = optimizer.state.get(parameter, {}).get("step")
-            if isinstance(step, Tensor):
-                optimizer.state[parameter]["step"] = step.to(device, torch.float32)
-    return True
-
-
 def _tensors(batch: Any) -> list[Tensor]:
     found: list[Tensor] = []
     map_tensors(found.append, batch)
@@ -545,5 +554,10 @@ def _signature(batch: Any) -> Any:
     return map_tensors(lambda t: (tuple(t.shape), t.dtype), tuple(batch))
 
 
-def _each(pack: Pack, methods: Sequence[Any]) -> Iterable[tuple[Slot, Any]]:
-    return ((slot, method) for slots, method in zip(pack.runs, methods, strict=True) for slot in slots)
+def _of_run(stacked: tuple[Any, ...], run: int) -> tuple[Any, ...]:
+    of_run: tuple[Any, ...] = map_tensors(lambda t: t[run], stacked)
+    return of_run
+
+
+def _position(group: dict[str, Any], groups: list[dict[str, Any]]) -> int:
+    return next(i for i, each in enumerate(groups) if each is group)

@@ -64,7 +64,8 @@ class Run:
         preset: The name its settings came under.
         device: Where to train; chosen by itself if None.
         data: Folder of the data sets, see `bsam.experiments.data.load`.
-        compiled: Whether to train with `bsam.TrainStep`; by default on CUDA only, as compiling takes a minute.
+        compiled: Whether to train with `bsam.TrainStep`; by default on CUDA only, as compiling takes a minute, and if
+            `splits` cuts the batches evenly.
         dataset: The data, where it is loaded already.
     """
 
@@ -82,7 +83,13 @@ class Run:
     ) -> None:
         self.folder, self.config, self.seed, self.preset = folder, config, seed, preset
         self.device = choose_device(device)
-        self.compiled = self.device.type == "cuda" if compiled is None else compiled
+        even = config.batch_size % config.splits == 0
+        if compiled and not even:
+            raise ValueError(
+                f"batch_size={config.batch_size} is no multiple of splits={config.splits}, as a compiled step needs "
+                "it: train with --loop, and seeds one after the other."
+            )
+        self.compiled = self.device.type == "cuda" and even if compiled is None else compiled
         if dataset is None:
             dataset = load(config.dataset, data, device=self.device, validation=config.validation)
         self.trainer = Trainer(config, dataset, seed=seed)
@@ -238,7 +245,8 @@ def train_runs(
         for run in runs:
             locks.enter_context(_locked(run.folder / "config.toml"))
         try:
-            remove_leftovers(folder)
+            for each in {folder, *(run.folder for run in runs)}:
+                remove_leftovers(each)
             _train_locked(runs, folder, save, every_minutes, every_epochs, on_step)
         except OSError as error:
             sentence = f"{error.strerror or error}. Then go on with: {_resume_command(folder)}"

@@ -39,10 +39,16 @@ class Stack:
         data: Path | None = None,
     ) -> Stack:
         """New runs; refuses folders that hold some."""
-        taken = [seed for seed in seeds if (folder / f"seed{seed}" / "config.toml").exists()]
-        if taken:
-            where = folder / f"seed{taken[0]}"
-            raise FileExistsError(f"{where} holds a run already: go on with it, or choose another --out.")
+        _check_seeds(seeds)
+        path = folder / "stack.toml"
+        for seed in seeds:
+            if (folder / f"seed{seed}" / "config.toml").exists():
+                where = folder / f"seed{seed}"
+                raise FileExistsError(f"{where} holds a run already: go on with it, or choose another --out.")
+        if path.exists() and not all((folder / f"seed{seed}" / "record.json").exists() for seed in _read_seeds(path)):
+            raise FileExistsError(
+                f"{folder} holds runs that are not finished: bsam train --resume {folder}, or choose another --out."
+            )
         dataset = load(config.dataset, data, device=choose_device(device), validation=config.validation)
         runs = [
             Run.start(
@@ -57,26 +63,30 @@ class Stack:
             )
             for seed in seeds
         ]
-        write_text(folder / "stack.toml", f"seeds = {list(seeds)}\n")
+        write_text(path, f"seeds = {list(seeds)}\n")
         return cls(folder, runs)
 
     @classmethod
     def resume(cls, folder: Path, *, device: str | None = None, data: Path | None = None) -> Stack:
         """The runs in `folder`, at their last checkpoint, or at their beginning if there is none."""
         path = folder / "stack.toml"
-        try:
-            seeds = tomllib.loads(path.read_text(encoding="utf-8"))["seeds"]
-            folders = [folder / f"seed{int(seed)}" for seed in seeds]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} does not list the seeds of runs: {error}") from error
+        seeds = _read_seeds(path)
+        folders = [folder / f"seed{seed}" for seed in seeds]
         first = Run.resume(folders[0], device=device, data=data)
         rest = [Run.resume(each, device=device, data=data, dataset=first.trainer.dataset) for each in folders[1:]]
         stack = cls(folder, [first, *rest])
+        for seed, run in zip(seeds, stack.runs, strict=True):
+            if run.seed != seed or run.config != first.config:
+                raise ValueError(
+                    f"{run.folder / 'config.toml'} has other settings than {first.folder / 'config.toml'}, or another "
+                    f"seed than {path} says: one of them was changed."
+                )
         if stack.checkpoint.exists():
             state = load_checkpoint(stack.checkpoint)
-            if state.get("seeds") != seeds or len(state.get("runs", ())) != len(seeds):
+            states = state.get("runs")
+            if state.get("seeds") != seeds or not isinstance(states, list) or len(states) != len(seeds):
                 raise ValueError(f"{stack.checkpoint} belongs to other runs than {path}: one of them was changed.")
-            for run, each in zip(stack.runs, state["runs"], strict=True):
+            for run, each in zip(stack.runs, states, strict=True):
                 run.load_state(each, stack.checkpoint)
         return stack
 
@@ -109,3 +119,17 @@ class Stack:
         for run in self.runs:
             run.save()
         self.checkpoint.unlink()
+
+
+def _read_seeds(path: Path) -> list[int]:
+    try:
+        seeds: list[int] = tomllib.loads(path.read_text(encoding="utf-8"))["seeds"]
+        _check_seeds(seeds)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not list the seeds of runs: {error}") from error
+    return seeds
+
+
+def _check_seeds(seeds: Sequence[int]) -> None:
+    if not seeds or any(type(seed) is not int for seed in seeds) or len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds={list(seeds)} must be one or more different integers.")

@@ -184,7 +184,7 @@ def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> It
         )
         for x, y in batches:
             if config.channels_last and x.dim() == 5:
-                x = x.flatten(0, 1).to(memory_format=torch.channels_last).unflatten(0, x.shape[:2])
+                x = x.flatten(0, 1).to(memory_format=torch.channels_last).view(x.shape)
             if compiled and step is None and x.shape[1] == config.batch_size:
                 step = _compile(trainers, x, y)
             if step is None:

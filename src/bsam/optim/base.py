@@ -1,7 +1,7 @@
 """What all optimizers here share: split the batch, probe each part, average, update.
 
 A *probe* works on one sub-batch and asks for gradients at weights of its choice, through a function
-`grad_at(weights) -> (gradients, loss)`. Its statistics are *averaged* over sub-batches and ranks, and the method's
+`grad_at(weights) -> gradients`. Its statistics are *averaged* over sub-batches and ranks, and the method's
 *update* turns the averages into new weights. Sub-batches are probed in a loop, or all together
 (`bsam.optim.together`). This file is the only one that writes perturbed weights into a model, and it always takes
 them out again:
@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from bsam import batch_norm as bn
 from bsam.distributed import all_reduce_sum, broadcast, rank_of
-from bsam.gradients import LossFunction, batch_gradient
+from bsam.gradients import LossFunction, PerExample, batch_gradient
 from bsam.optim import options
 from bsam.optim.batch import split_batch
 from bsam.optim.together import Parts, Together
@@ -79,30 +79,50 @@ class GradAt:
         closure: LossFunction,
         part: tuple[Any, ...],
         frozen: Callable[[int], list[tuple[nn.Module, str]]],
+        per_example: PerExample | None = None,
     ) -> None:
         self._slots, self._closure, self._part = slots, closure, part
         self._frozen = frozen  # the statistics that a pass, given by its number, must not move
+        self._per_example = per_example
         self.losses: list[Tensor] = []
         """Of each pass."""
 
     def __call__(self, weights: Iterable[Tensor]) -> list[Tensor]:
         """The gradients, one a slot."""
-        return self.evaluate(weights, _gradients)
+        return self._evaluate(weights, self._gradients)
 
-    def evaluate(
-        self,
-        weights: Iterable[Tensor],
-        function: Callable[[list[Slot], LossFunction, tuple[Any, ...]], tuple[Result, Tensor]],
-    ) -> Result:
-        """What `function(slots, closure, part)` finds there, beside the loss; it marks the slots that are seen."""
+    def moments(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Mean and mean square of the gradients of the examples, one tensor a slot each."""
+        return self._evaluate(weights, self._moments)
+
+    def _evaluate(self, weights: Iterable[Tensor], function: Callable[[], tuple[Result, Tensor]]) -> Result:
+        """What `function` finds there, beside the loss; it marks the slots that are seen."""
         for slot, theta in zip(self._slots, weights, strict=True):
             slot.parameter.copy_(theta)
         torch.clear_autocast_cache()  # a surrounding autocast region would go on with the old weights
         statistics = bn.BufferSnapshot(self._frozen(len(self.losses)))
-        result, loss = function(self._slots, self._closure, self._part)
+        result, loss = function()
         statistics.restore()
         self.losses.append(loss)
         return result
+
+    def _gradients(self) -> tuple[list[Tensor], Tensor]:
+        """The gradient of each slot, zero where there is none."""
+        gradients, loss = batch_gradient([slot.parameter for slot in self._slots], self._closure, self._part)
+        taken = []
+        for slot, gradient in zip(self._slots, gradients, strict=True):
+            slot.seen |= gradient is not None
+            taken.append(torch.zeros_like(slot.mean, dtype=slot.dtype) if gradient is None else gradient.to(slot.dtype))
+        return taken, loss
+
+    def _moments(self) -> tuple[tuple[list[Tensor], list[Tensor]], Tensor]:
+        assert self._per_example is not None  # the method's own
+        seen = [slot.seen for slot in self._slots]
+        parameters = [slot.parameter for slot in self._slots]
+        mean, mean_square, loss = self._per_example.moments(parameters, self._closure, self._part, seen)
+        for slot, is_seen in zip(self._slots, seen, strict=True):
+            slot.seen = is_seen
+        return (mean, mean_square), loss
 
 
 class Tally:
@@ -163,6 +183,7 @@ class ProbingOptimizer(Optimizer):
         self._skipped: Tensor | None = None
         self._synchronised = False
         self._together = Together()
+        self._per_example: PerExample | None = None  # of a method that looks at examples one by one
 
     # ------------------------------------------------------------------ the method, given by a subclass
 
@@ -302,7 +323,8 @@ class ProbingOptimizer(Optimizer):
         tally, losses = Tally(), Tally()
         for k, (part, size) in enumerate(parts):
             tally.weight = losses.weight = size / total
-            grad_at = GradAt(slots, closure, part, functools.partial(self._frozen_statistics, k))
+            frozen = functools.partial(self._frozen_statistics, k)
+            grad_at = GradAt(slots, closure, part, frozen, self._per_example)
             self._probe(slots, (self._theta(slot, first + k) for slot in slots), grad_at, tally)
             losses.add("loss", grad_at.losses)
         return losses.means["loss"], tally.means
@@ -503,13 +525,15 @@ class ProbingOptimizer(Optimizer):
         if away is not None:
             raise RuntimeError(f"cannot {what} {away}: the model does not hold its own weights there.")
 
-    def _warn_of_unseen(self, slots: list[Slot]) -> None:
+    def _warn_of_unseen(self, slots: list[Slot], stacklevel: int = 5) -> None:
         """Name, once each, the parameters that no gradient reached."""
         unseen = [slot for slot in slots if not slot.seen and slot.index not in self._warned]
         if unseen:
             self._warned.update(slot.index for slot in unseen)
             names = ", ".join(self._name(slot) for slot in unseen)
-            warnings.warn(f"no gradient reached {names}: not part of the loss? Left as they are.", stacklevel=5)
+            warnings.warn(
+                f"no gradient reached {names}: not part of the loss? Left as they are.", stacklevel=stacklevel
+            )
 
     def _name(self, slot: Slot) -> str:
         names = [name for group in self.param_groups for name in group.get("param_names", ())]
@@ -590,16 +614,6 @@ def clip_gradient(gradient: list[Tensor], limit: float | None) -> None:
 def write(target: Tensor, value: Tensor, accept: Tensor | None) -> None:
     """Write `value` into `target` in place, unless `accept` is given and false."""
     target.copy_(value if accept is None else torch.where(accept.to(target.device), value.to(target.dtype), target))
-
-
-def _gradients(slots: list[Slot], closure: LossFunction, part: tuple[Any, ...]) -> tuple[list[Tensor], Tensor]:
-    """The gradient of each slot, zero where there is none."""
-    gradients, loss = batch_gradient([slot.parameter for slot in slots], closure, part)
-    taken = []
-    for slot, gradient in zip(slots, gradients, strict=True):
-        slot.seen |= gradient is not None
-        taken.append(torch.zeros_like(slot.mean, dtype=slot.dtype) if gradient is None else gradient.to(slot.dtype))
-    return taken, loss
 
 
 def _check_parameter(parameter: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,21 @@ from bsam.forward import map_tensors
 from bsam.gradients import LossFunction, LossModule, keys_of, reached_by, without_autocast
 
 if TYPE_CHECKING:
-    from bsam.optim.base import ProbingOptimizer, Slot
+    from bsam.optim.base import Gradients, ProbingOptimizer, Slot, Tally
 
-__all__ = ["Parts", "Together", "probe_stack", "stack_parts", "why_not"]
+__all__ = ["Parts", "Prober", "Together", "probe_stack", "stack_parts", "why_not"]
 
 Parts = list[tuple[tuple[Any, ...], int]]
 Unpack = Callable[[list[Tensor]], dict[str, Tensor]]
 Pack = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+class Prober(Protocol):
+    """What looks at sub-batches: an optimizer, see `ProbingOptimizer`."""
+
+    def _option(self, name: str) -> Any: ...
+
+    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None: ...
 
 
 def why_not(module: nn.Module, policy: str, parts: Parts) -> str | None:
@@ -54,6 +62,11 @@ def stack_parts(parts: Parts) -> tuple[tuple[Any, ...], list[Tensor]]:
         columns.append([])
         map_tensors(columns[-1].append, part)
     return parts[0][0], [torch.stack(column) for column in zip(*columns, strict=True)]
+
+
+def _prefers_loop(device: torch.device) -> bool:
+    """Whether a loop over the splits is faster: a CPU is busy with one of them."""
+    return device.type == "cpu"
 
 
 class GradAtStack:
@@ -89,11 +102,10 @@ class GradAtStack:
         named = self._unpack(list(weights))
 
         def loss_at(*tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            moved = {name: b.clone() for name, b in self.buffers.items()}  # torch.func lets only such be written to
-            loss = functional_call(
-                self._loss_module, {**dict(zip(named, tensors, strict=True)), **moved}, (self._part,)
-            )
-            return loss, moved
+            handed = dict(zip(named, tensors, strict=True))
+            handed |= {name: b.clone() for name, b in self.buffers.items()}  # torch.func lets only such be written to
+            loss = functional_call(self._loss_module, handed, (self._part,))
+            return loss, {name: handed[name] for name in self.buffers}  # a buffer that was replaced is in the dict
 
         loss, pullback, moved = vjp(loss_at, *named.values(), has_aux=True)  # type: ignore[misc]
         frozen = self._frozen(len(self.losses))
@@ -132,8 +144,7 @@ class Together:
 
     def __init__(self) -> None:
         self.off = False
-        self._reached: tuple[Any, list[bool]] | None = None
-        """What the loss function of the last step was, and which parameters are part of it."""
+        self._checked: Any = None  # the code of the last loss function: whether it can be done does not change
 
     def probe(
         self, optimizer: ProbingOptimizer, slots: list[Slot], closure: LossFunction, parts: Parts, first: int
@@ -142,7 +153,7 @@ class Together:
         asked, module = optimizer.vectorise, optimizer.module
         if self.off or asked is False or len(parts) == 1 or not slots:
             return None
-        if asked is None and (module is None or slots[0].parameter.device.type == "cpu"):
+        if asked is None and (module is None or _prefers_loop(slots[0].parameter.device)):
             return None
         if module is None:
             raise ValueError("vectorise=True needs the model: make the optimizer with module=model.")
@@ -154,23 +165,37 @@ class Together:
         buffers = bn.BufferSnapshot(bn.all_buffers(module))
         try:
             self._check(module, slots, closure, parts[0][0])
-            return _probe_together(optimizer, module, slots, closure, parts, first)
+            losses, statistics = _probe_together(optimizer, module, slots, closure, parts, first)
+            _mark_seen(module, slots, closure, parts[0][0], statistics["gradient"])
+            return losses, statistics
         except RuntimeError as error:  # of torch.func; a mistake of the user's will come again in the loop
             if asked:
                 raise
             buffers.restore()
             self.off = True
-            line = str(error).strip().partition("\n")[0]
-            warnings.warn(f"the splits are computed in a loop, because vmap failed: {line}", stacklevel=6)
+            reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+            warnings.warn(f"the splits are computed in a loop, because vmap failed: {reason}", stacklevel=6)
             return None
 
     def _check(self, module: nn.Module, slots: list[Slot], closure: LossFunction, part: tuple[Any, ...]) -> None:
-        """Find out, for a loss function not met before, which parameters are part of it."""
-        known = getattr(closure, "__code__", closure)
-        if self._reached is None or self._reached[0] is not known or len(self._reached[1]) != len(slots):
-            self._reached = known, reached_by(module, [slot.parameter for slot in slots], closure, part)
-        for slot, reached in zip(slots, self._reached[1], strict=True):
-            slot.seen = reached
+        """Raise, for a loss function not met before, if the weights that are handed to it are not all it uses."""
+        code = getattr(closure, "__code__", closure)
+        if self._checked is not code:
+            reached_by(module, [slot.parameter for slot in slots], closure, part)
+            self._checked = code
+
+
+def _mark_seen(
+    module: nn.Module, slots: list[Slot], closure: LossFunction, part: tuple[Any, ...], gradients: list[Tensor]
+) -> None:
+    """Mark the slots that are part of the loss: zeros may be a gradient, or stand for none."""
+    device = gradients[0].device
+    seen = torch.stack([gradient.any().to(device) for gradient in gradients]).tolist()
+    if not all(seen):
+        reached = reached_by(module, [slot.parameter for slot in slots], closure, part)
+        seen = [a or b for a, b in zip(seen, reached, strict=True)]
+    for slot, is_seen in zip(slots, seen, strict=True):
+        slot.seen = is_seen
 
 
 def _probe_together(
@@ -204,7 +229,7 @@ def _probe_together(
 
 
 def probe_stack(
-    optimizer: ProbingOptimizer,
+    optimizer: Prober,
     slots: list[Slot],
     loss_module: nn.Module,
     unpack: Unpack,

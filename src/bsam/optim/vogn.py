@@ -49,9 +49,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bsam.forward import map_tensors
-from bsam.gradients import LossFunction, PerExample
+from bsam.gradients import PerExample
 from bsam.optim import options
-from bsam.optim.base import GradAt, Gradients, Slot, Tally
+from bsam.optim.base import Gradients, Slot, Tally
 from bsam.optim.gaussian import GaussianOptimizer
 
 __all__ = ["VOGN", "posterior_std", "update"]
@@ -166,7 +166,7 @@ class VOGN(GaussianOptimizer):
     def _reset(self) -> None:
         super()._reset()
         self._together.off = True  # it vectorises over examples
-        self._per_example: PerExample | None = None
+        self._per_example = None if self.module is None else PerExample(self.module, self.vectorise)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -223,24 +223,9 @@ class VOGN(GaussianOptimizer):
         return torch.where(slot.state["step"] > 0, self._sample(slot, split), slot.mean)  # lines 1, 3
 
     def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
-        if isinstance(grad_at, GradAt):
-            g_hat, h_hat = grad_at.evaluate(theta, self._moments)  # lines 4 to 6
-        else:
-            g_hat, h_hat = grad_at.moments(theta)
+        g_hat, h_hat = grad_at.moments(theta)  # lines 4 to 6
         tally.add("gradient", g_hat)
         tally.add("curvature", h_hat)
-
-    def _moments(
-        self, slots: list[Slot], closure: LossFunction, part: tuple[Any, ...]
-    ) -> tuple[tuple[list[Tensor], list[Tensor]], Tensor]:
-        assert self.module is not None
-        if self._per_example is None:
-            self._per_example = PerExample(self.module, self.vectorise)
-        seen = [slot.seen for slot in slots]
-        g_hat, h_hat, loss = self._per_example.moments([slot.parameter for slot in slots], closure, part, seen)
-        for slot, is_seen in zip(slots, seen, strict=True):
-            slot.seen = is_seen
-        return (g_hat, h_hat), loss
 
     def _update(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
         for slot, g_hat, h_hat in zip(slots, statistics["gradient"], statistics["curvature"], strict=True):

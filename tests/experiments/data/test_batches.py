@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from bsam.experiments.data import DATASETS, Dataset, batches, epoch_batches, load, plain_batches
+from bsam.experiments.data import DATASETS, Dataset, batches, epoch_batches, load, plain_batches, stacked_batches
 
 
 def images_like(shape, num, seed=0):
@@ -146,6 +146,18 @@ def test_going_on_in_the_middle_of_an_epoch(augment, start):
     for (x, y), (x_whole, y_whole) in zip(rest, whole[start:], strict=True):
         assert torch.equal(x, x_whole)
         assert torch.equal(y, y_whole)
+
+
+@pytest.mark.parametrize("options", [{}, {"augment": True}, {"drop_last": True}, {"start_batch": 2, "augment": True}])
+def test_batches_of_several_seeds_are_those_of_each(options):
+    dataset, seeds = dataset_of(), [4, 0, 9]
+    together = list(stacked_batches(dataset, 8, seeds=seeds, epoch=2, **options))
+    for i, seed in enumerate(seeds):
+        alone = list(epoch_batches(dataset, 8, seed=seed, epoch=2, **options))
+        assert len(alone) == len(together)
+        for (x, y), (xs, ys) in zip(alone, together, strict=True):
+            assert torch.equal(xs[i], x)
+            assert torch.equal(ys[i], y)
 
 
 def test_the_global_generator_is_not_touched():

@@ -85,7 +85,7 @@ def stacked_batches(
             part = slice(k * batch_size, (k + 1) * batch_size)
             index, *window = (t[:, part].flatten() for t in (order, down, right, mirrored))
             x = dataset.normalise(crop_and_flip(images, index, *window) if augment else images[index])
-            yield x.unflatten(0, (len(seeds), -1)), labels[index].unflatten(0, (len(seeds), -1))
+            yield x.view(len(seeds), -1, *x.shape[1:]), labels[index].view(len(seeds), -1)
 
     return batches()
 

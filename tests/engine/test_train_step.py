@@ -1,0 +1,837 @@
+"""`TrainStep` takes the steps of the plain loop, one run or several, and leaves model and optimizer their own."""
+
+import copy
+import shutil
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+
+import bsam
+from bsam import TrainStep
+from bsam.engine.methods import TorchStep
+from tests.networks import assert_close, make_batch, make_network, mean_loss
+from tests.optim.test_contract import assert_same
+
+SPLITS = 4
+OPTIMIZERS = {
+    "BSAM": lambda params, module, seed=0, **options: bsam.BSAM(
+        params, lr=0.1, num_data=100, splits=SPLITS, module=module, seed=seed, **options
+    ),
+    "SAM-SGD": lambda params, module, seed=0, **options: bsam.SAM(
+        params, torch.optim.SGD, rho=0.1, lr=0.1, momentum=0.9, splits=SPLITS, module=module, **options
+    ),
+    "SAM-Adam": lambda params, module, seed=0, **options: bsam.SAM(
+        params, torch.optim.Adam, rho=0.1, lr=0.01, splits=SPLITS, module=module, **options
+    ),
+    "VOGN": lambda params, module, seed=0, **options: bsam.VOGN(
+        params, lr=0.01, num_data=100, splits=SPLITS, module=module, seed=seed, **options
+    ),
+    "SGD": lambda params, module, seed=0, **options: torch.optim.SGD(params, lr=0.1, momentum=0.9, **options),
+    "Adam": lambda params, module, seed=0, **options: torch.optim.Adam(params, lr=0.01, **options),
+}
+PROBING = ["BSAM", "SAM-SGD", "SAM-Adam", "VOGN"]
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+class Run:
+    """A model and its optimizer, stepped by a `TrainStep` or by the plain loop."""
+
+    def __init__(self, name, network="mlp", *, seed=0, params=nn.Module.parameters, **options):
+        self.model = make_network(network, seed)
+        self.optimizer = OPTIMIZERS[name](params(self.model), self.model, seed, **options)
+        self.loss_fn = mean_loss(self.model)
+
+    def engine(self, batch, **options):
+        options = {"compile": False, "module": self.model, **options}
+        return TrainStep(self.optimizer, self.loss_fn, batch, **options)
+
+    def loop(self, *batch):
+        if isinstance(self.optimizer, bsam.BSAM | bsam.SAM | bsam.VOGN):
+            return self.optimizer.step(self.loss_fn, *batch)
+        self.optimizer.zero_grad()
+        loss = self.loss_fn(*batch)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def state(self):
+        """Everything that training changes, as copies."""
+        return copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
+
+    def addresses(self):
+        return [t.data_ptr() for t in (*self.model.parameters(), *self.model.buffers())]
+
+
+def network_of(name):
+    """VOGN refuses BatchNorm, which mixes examples."""
+    return "convolutional" if name == "VOGN" else "normalised"
+
+
+def batches_of(network, count, size=16):
+    return [make_batch(network, size, seed) for seed in range(count)]
+
+
+def stack(batches):
+    return tuple(torch.stack(column) for column in zip(*batches, strict=True))
+
+
+def stacked(runs, batches, **options):
+    """One step of several runs."""
+    return TrainStep(
+        [run.optimizer for run in runs],
+        [run.loss_fn for run in runs],
+        stack(batches),
+        module=[run.model for run in runs],
+        **{"compile": False, **options},
+    )
+
+
+# ---------------------------------------------------------------------- the numbers of the loop
+
+
+@every_optimizer
+def test_ten_steps_are_those_of_the_loop(name):
+    network = network_of(name)
+    ours, plain = Run(name, network), Run(name, network)
+    batches = batches_of(network, 10)
+    step = ours.engine(batches[0])
+    for batch in batches:
+        assert_close(step(*batch), plain.loop(*batch))
+        assert_close(ours.state(), plain.state())
+
+
+@pytest.mark.parametrize("name", ["BSAM", "SAM-SGD"])
+@pytest.mark.parametrize("network", ["tied", "partly frozen"])
+def test_unusual_networks(name, network):
+    ours, plain = Run(name, network), Run(name, network)
+    batches = batches_of(network, 4)
+    step = ours.engine(batches[0])
+    for batch in batches:
+        assert_close(step(*batch), plain.loop(*batch))
+    assert_close(ours.state(), plain.state())
+
+
+def two_groups(model):
+    return [
+        {"params": model[0].parameters(), "lr": 0.02, "rho": 0.3, "weight_decay": 0.1, "prior_precision": 3.0},
+        {"params": model[2].parameters(), "lr": 0.05, "rho": 0.1, "betas": (0.5, 0.9), "damping": 0.4},
+    ]
+
+
+@pytest.mark.parametrize("name", PROBING)
+@pytest.mark.parametrize("special", [{}, {"perturb": False}, {"sample": False}])
+def test_groups_have_their_own_options(name, special):
+    if special and name != "BSAM" and (name == "VOGN") != ("sample" in special):
+        pytest.skip("has no such option")
+
+    def groups(model):
+        first, second = two_groups(model)
+        return [{**first, **special}, second]
+
+    ours, plain = (Run(name, params=groups) for _ in range(2))
+    batches = batches_of("mlp", 5)
+    step = ours.engine(batches[0])
+    for batch in batches:
+        assert_close(step(*batch), plain.loop(*batch))
+    assert_close(ours.state(), plain.state())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_grad_norm": 0.05}, {"curvature": "abs_mean"}, {"sample_noise": False}, {"batch_norm": "none"}],
+)
+def test_options_of_the_whole_optimizer(options):
+    ours, plain = (Run("BSAM", "normalised", **options) for _ in range(2))
+    batches = batches_of("normalised", 4)
+    step = ours.engine(batches[0])
+    for batch in batches:
+        assert_close(step(*batch), plain.loop(*batch))
+    assert_close(ours.state(), plain.state())
+
+
+@every_optimizer
+def test_schedules_are_followed(name):
+    ours, plain = Run(name), Run(name)
+    batches = batches_of("mlp", 6)
+    step = ours.engine(batches[0])
+    schedules = [lr_scheduler.CosineAnnealingLR(run.optimizer, 6) for run in (ours, plain)]
+    for batch in batches:
+        assert_close(step(*batch), plain.loop(*batch))
+        for schedule in schedules:
+            schedule.step()
+    assert_close(ours.state(), plain.state())
+
+
+@pytest.mark.parametrize("name", ["BSAM", "VOGN"])
+def test_every_rate_may_change_between_steps(name):
+    ours, plain = Run(name), Run(name)
+    batches = batches_of("mlp", 4)
+    step = ours.engine(batches[0])
+    changes = [{}, {"lr": 0.03, "rho": 0.2}, {"prior_precision": 1.0}, {"damping": 0.7, "betas": (0.3, 0.8)}]
+    for batch, change in zip(batches, changes, strict=True):
+        for run in (ours, plain):
+            run.optimizer.param_groups[0].update(change)
+        assert_close(step(*batch), plain.loop(*batch))
+    assert_close(ours.state(), plain.state())
+
+
+@every_optimizer
+def test_a_ragged_batch_goes_through_the_loop(name):
+    network = network_of(name)
+    ours, plain = Run(name, network), Run(name, network)
+    batches = [make_batch(network, size, i) for i, size in enumerate((16, 16, 10, 16, 9, 16))]
+    step = ours.engine(batches[0])
+    addresses = ours.addresses()
+    for batch in batches:
+        assert_close(step(*batch), plain.loop(*batch))
+    assert_close(ours.state(), plain.state())
+    assert ours.addresses() == addresses
+
+
+def test_a_model_in_another_mode_goes_through_the_loop():
+    ours, plain = Run("BSAM", "normalised"), Run("BSAM", "normalised")
+    batches = batches_of("normalised", 6)
+    step = ours.engine(batches[0])
+    for i, batch in enumerate(batches):
+        for run in (ours, plain):
+            run.model[1].train(i not in (1, 2))
+            run.model[5].bias.requires_grad_(i != 3)
+        assert_close(step(*batch), plain.loop(*batch))
+    assert_close(ours.state(), plain.state())
+
+
+def test_batches_may_be_nested():
+    ours, plain = Run("BSAM"), Run("BSAM")
+    x, y = make_batch("mlp", 16)
+    for run in (ours, plain):
+        run.loss_fn = lambda batch, scale, run=run: (
+            scale * F.cross_entropy(run.model(batch["inputs"]["x"]), batch["labels"][0], reduction=batch["reduction"])
+        )
+    batch = ({"inputs": {"x": x}, "labels": [y], "reduction": "mean"}, torch.tensor(0.5))
+    step = ours.engine(batch)
+    for _ in range(3):
+        assert_close(step(*batch), plain.loop(*batch))
+    for other in (({**batch[0], "reduction": "sum"}, batch[1]), (batch[0], torch.tensor(2.0))):  # not compiled in
+        assert_close(step(*other), plain.loop(*other))
+    assert_close(ours.state(), plain.state())
+
+
+@pytest.mark.parametrize("name", ["BSAM", "SAM-SGD", "SGD"])
+def test_bfloat16_is_autocast(name):
+    ours, plain = Run(name, "convolutional"), Run(name, "convolutional")
+    for run in (ours, plain):
+        run.model.float()
+    batches = [(x.float(), y) for x, y in batches_of("convolutional", 3)]
+    step = ours.engine(batches[0], precision="bfloat16")
+    for batch in batches:
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = plain.loop(*batch)
+        assert_close(step(*batch), expected, tolerance=2e-2)
+    assert_close(ours.state(), plain.state(), tolerance=2e-2)
+    exact = Run(name, "convolutional")
+    exact.model.float()
+    assert not torch.equal(exact.loop(*batches[0]), step(*batches[0]))
+
+
+def test_16_bit_weights_keep_a_state_of_32():
+    runs = [Run("BSAM", sample_noise=False) for _ in range(2)]
+    for run in runs:
+        run.model.bfloat16()
+    ours, plain = runs
+    batches = [(x.bfloat16(), y) for x, y in batches_of("mlp", 3)]
+    step = ours.engine(batches[0])
+    for batch in batches:
+        assert_close(step(*batch), plain.loop(*batch).float(), tolerance=2e-2)
+    assert_close(ours.state(), plain.state(), tolerance=2e-2)
+    assert {t.dtype for t in ours.optimizer.state[ours.model[0].weight].values()} == {torch.float32, torch.int64}
+
+
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_compiled_step_is_that_of_the_loop():
+    ours, plain = Run("BSAM"), Run("BSAM")
+    batches = batches_of("mlp", 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler's own imports
+        step = ours.engine(batches[0], compile=True)
+    for batch in batches:
+        assert_close(step(*batch), plain.loop(*batch))
+    ours.optimizer.param_groups[0]["lr"] = plain.optimizer.param_groups[0]["lr"] = 0.01
+    for batch in batches:
+        assert_close(step(*batch), plain.loop(*batch))
+    assert_close(ours.state(), plain.state())
+
+
+# ---------------------------------------------------------------------- weights and state stay the model's
+
+
+@every_optimizer
+def test_parameters_stay_where_and_what_they_are(name):
+    network = network_of(name)
+    run = Run(name, network)
+    parameters, buffers = list(run.model.parameters()), dict(run.model.named_buffers())
+    batch = make_batch(network, 16)
+    step = run.engine(batch)
+    addresses = run.addresses()
+    for _ in range(3):
+        step(*batch)
+        assert run.addresses() == addresses
+    assert all(a is b for a, b in zip(run.model.parameters(), parameters, strict=True))
+    assert all(a is b for a, b in zip(run.optimizer.param_groups[0]["params"], parameters, strict=True))
+    assert all(p.is_leaf and p.requires_grad for p in parameters)
+    assert dict(run.model.named_buffers()).keys() == buffers.keys()
+
+
+@every_optimizer
+def test_saved_in_the_middle_it_goes_on_as_if_nothing_had_happened(name):
+    network = network_of(name)
+    batches = batches_of(network, 10)
+    whole, first, second = (Run(name, network) for _ in range(3))
+    step = whole.engine(batches[0])
+    for batch in batches:
+        step(*batch)
+    step = first.engine(batches[0])
+    for batch in batches[:5]:
+        step(*batch)
+    saved = first.state()
+    second.model.load_state_dict(saved["model"])
+    second.optimizer.load_state_dict(saved["optimizer"])
+    step = second.engine(batches[0])
+    for batch in batches[5:]:
+        step(*batch)
+    assert_same(second.state(), whole.state())
+
+
+@every_optimizer
+def test_a_state_may_be_loaded_between_steps(name):
+    network = network_of(name)
+    batches = batches_of(network, 8)
+    run, plain = Run(name, network), Run(name, network)
+    step = run.engine(batches[0])
+    addresses = run.addresses()
+    for batch in batches[:4]:
+        step(*batch)
+        plain.loop(*batch)
+    saved = plain.state()
+    for batch in batches[4:]:
+        step(*batch)
+    run.model.load_state_dict(saved["model"])
+    run.optimizer.load_state_dict(saved["optimizer"])
+    for each in (run, plain):
+        each.optimizer.param_groups[0]["lr"] *= 0.5  # in a group that loading has replaced
+    for batch in batches[4:]:
+        assert_close(step(*batch), plain.loop(*batch))
+    assert_close(run.state(), plain.state())
+    assert run.addresses() == addresses
+
+
+def test_weights_and_buffers_that_were_replaced_are_taken_over():
+    run, plain = Run("BSAM", "normalised"), Run("BSAM", "normalised")
+    batch = make_batch("normalised", 16)
+    step = run.engine(batch)
+    for each in (run, plain):
+        with torch.no_grad():
+            each.model[0].weight.data = each.model[0].weight * 2
+        each.model[1].running_mean = torch.full((4,), 0.3, dtype=torch.float64)
+    for _ in range(2):
+        assert_close(step(*batch), plain.loop(*batch))
+    assert_close(run.state(), plain.state())
+
+
+@pytest.mark.parametrize("name", ["BSAM", "VOGN"])
+def test_the_posterior_is_that_of_the_loop(name):
+    ours, plain = (Run(name, "mlp", betas=(0.9, 0.5)) for _ in range(2))
+    batches = batches_of("mlp", 6)
+    step = ours.engine(batches[0])
+    for batch in batches:
+        step(*batch)
+        plain.loop(*batch)
+    a, b = ours.optimizer.posterior(), plain.optimizer.posterior()
+    samples = [posterior.sample(torch.Generator().manual_seed(1)) for posterior in (a, b)]
+    assert_close(dict(samples[0]), dict(samples[1]))
+
+
+def test_no_step_is_taken_while_the_model_holds_a_sample():
+    run = Run("BSAM")
+    batch = make_batch("mlp", 16)
+    step = run.engine(batch)
+    step(*batch)
+    before = run.state()
+    with run.optimizer.sampled(), pytest.raises(RuntimeError, match=r"cannot take a step inside sampled\(\)"):
+        step(*batch)
+    assert_same(run.state(), before)
+
+
+# ---------------------------------------------------------------------- several runs
+
+
+@every_optimizer
+def test_runs_together_are_each_alone(name):
+    network = network_of(name)
+    together, alone = ([Run(name, network, seed=seed) for seed in (3, 5, 8)] for _ in range(2))
+    start = [make_batch(network, 16, seed) for seed in (0, 10, 20)]
+    step = stacked(together, start)
+    engines = [run.engine(batch) for run, batch in zip(alone, start, strict=True)]
+    for k, size in enumerate((16, 16, 10, 16)):
+        batches = [make_batch(network, size, seed + k) for seed in (0, 10, 20)]
+        losses = step(*stack(batches))
+        assert_close(list(losses), [each(*batch) for each, batch in zip(engines, batches, strict=True)])
+    for one, other in zip(together, alone, strict=True):
+        assert_close(one.state(), other.state())
+    weights = [run.model.state_dict()["0.weight"] for run in together]
+    assert not torch.equal(weights[0], weights[1])
+
+
+@pytest.mark.parametrize("name", ["BSAM", "VOGN"])
+def test_seeds_have_noise_of_their_own(name):
+    runs = [Run(name) for _ in range(3)]
+    for seed, run in zip((0, 1, 0), runs, strict=True):
+        run.optimizer.param_groups[0]["seed"] = seed
+    batch = make_batch("mlp", 16)
+    step = stacked(runs, [batch] * 3)
+    for _ in range(3):  # the first of VOGN has no noise
+        step(*stack([batch] * 3))
+    a, b, c = (run.model.state_dict() for run in runs)
+    assert_same(a, c)
+    assert not torch.equal(a["0.weight"], b["0.weight"])
+
+
+def test_each_run_is_left_out_by_itself():
+    runs, plain = ([Run("BSAM", "normalised", seed=seed, nonfinite="skip") for seed in (0, 1)] for _ in range(2))
+    batch = make_batch("normalised", 16)
+    step = stacked(runs, [batch] * 2)
+    bad = (batch[0] * torch.nan, batch[1])
+    for batches in ([batch, bad], [batch, batch]):
+        step(*stack(batches))
+        for run, each in zip(plain, batches, strict=True):
+            run.loop(*each)
+    assert [run.optimizer.skipped_steps for run in runs] == [0, 1]
+    assert_close([run.state() for run in runs], [run.state() for run in plain])
+
+
+def test_a_ragged_step_that_is_not_finite_is_taken_by_the_other_runs():
+    runs, plain = ([Run("BSAM", seed=seed) for seed in (0, 1)] for _ in range(2))
+    step = stacked(runs, [make_batch("mlp", 16)] * 2)
+    x, y = make_batch("mlp", 10)
+    with pytest.raises(FloatingPointError, match="the loss of pass 1 is nan"):
+        step(*stack([(x * torch.nan, y), (x, y)]))
+    plain[1].loop(x, y)
+    assert_same(runs[0].model.state_dict(), plain[0].model.state_dict())
+    assert_close(runs[1].state(), plain[1].state())
+
+
+# ---------------------------------------------------------------------- numbers that are not finite
+
+
+def spoiled(batch):
+    x, y = batch
+    x = x.clone()
+    x[9] = torch.inf
+    return x, y
+
+
+@pytest.mark.parametrize("name", PROBING)
+def test_a_step_that_is_not_finite_is_left_out(name):
+    network = network_of(name)
+    run, plain = (Run(name, network, nonfinite="skip") for _ in range(2))
+    good, bad = make_batch(network, 16), spoiled(make_batch(network, 16))
+    step = run.engine(good)
+    for batch in (bad, good, bad, bad, good):
+        before = run.state()
+        loss = step(*batch)
+        assert_close(loss.nan_to_num(), plain.loop(*batch).nan_to_num())
+        if batch is bad:
+            assert not loss.isfinite()
+            assert_same(run.state(), before)
+    assert run.optimizer.skipped_steps == plain.optimizer.skipped_steps == 3
+    assert_close(run.state(), plain.state())
+
+
+@every_optimizer
+@pytest.mark.parametrize("size", [16, 10])
+def test_a_step_that_is_not_finite_raises(name, size):
+    network = network_of(name)
+    run = Run(name, network)
+    good = make_batch(network, 16)
+    step = run.engine(good)
+    step(*good)
+    before = run.state()
+    x, y = make_batch(network, size)
+    with pytest.raises(FloatingPointError, match=r"not finite|is nan"):
+        step(x * torch.nan, y)
+    assert_same(run.state(), before)
+    step(*good)  # and it goes on
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.0}])
+def test_a_fused_step_that_is_left_out_leaves_nothing(options):
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, fused=True, **options)
+    plain = nn.Parameter(torch.ones(4))
+    expected = torch.optim.SGD([plain], lr=0.1, **options)
+    step = TorchStep(optimizer, [])
+    for value, refused in ((torch.nan, 1.0), (2.0, 0.0), (torch.nan, 1.0), (3.0, 0.0)):
+        step([(parameter, torch.full((4,), value))], torch.tensor(refused))
+        if not refused:
+            plain.grad = torch.full((4,), value)
+            expected.step()
+        assert_close(parameter.detach(), plain.detach(), tolerance=1e-6)
+    assert not hasattr(optimizer, "found_inf")
+
+
+# ---------------------------------------------------------------------- what cannot be done is refused at once
+
+
+def refuses(runs, make, error, message):
+    """`make()` raises, and nothing has changed: not even where the weights are."""
+    before, addresses = [run.state() for run in runs], [run.addresses() for run in runs]
+    with pytest.raises(error, match=message):
+        make()
+    assert_same([run.state() for run in runs], before)
+    assert [run.addresses() for run in runs] == addresses
+
+
+def test_the_model_must_be_known():
+    run = Run("SGD")
+    refuses([run], lambda: run.engine(make_batch("mlp", 16), module=None), ValueError, "TrainStep needs the model: mak")
+    other = make_network("mlp")
+    refuses([run], lambda: run.engine(make_batch("mlp", 16), module=other), RuntimeError, "do not belong to module=")
+
+
+def test_runs_need_one_of_each():
+    runs = [Run("BSAM", seed=seed) for seed in (0, 1)]
+    batch = stack([make_batch("mlp", 16)] * 2)
+    optimizers = [run.optimizer for run in runs]
+    refuses(
+        runs,
+        lambda: TrainStep(optimizers, [runs[0].loss_fn], batch, compile=False),
+        ValueError,
+        "2 optimizers, 1 loss functions and 2 modules: give one of each for a run",
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: Run("BSAM", prior_precision=3.0), "the runs differ in prior_precision: 25.0 and 3.0. Runs that are"),
+        (lambda: Run("SAM-SGD"), "must have optimizers of one kind"),
+        (lambda: Run("BSAM", "partly frozen"), "the model of run 1 differs from that of run 0"),
+        (lambda: Run("BSAM", "convolutional"), "the model of run 1 differs from that of run 0"),
+    ],
+)
+def test_runs_must_be_alike(other, message):
+    runs = [Run("BSAM"), other()]
+    refuses(runs, lambda: stacked(runs, [make_batch("mlp", 16)] * 2), ValueError, message)
+
+
+def test_every_run_must_have_its_own_loss():
+    runs = [Run("BSAM", seed=seed) for seed in (0, 1)]
+    runs[1].loss_fn = runs[0].loss_fn
+    make = lambda: stacked(runs, [make_batch("mlp", 16)] * 2)  # noqa: E731
+    refuses(runs, make, ValueError, "no gradient reaches any parameter of the optimizer of run 1")
+
+
+def test_a_batch_must_have_a_row_for_each_run():
+    runs = [Run("BSAM", seed=seed) for seed in (0, 1)]
+    batch = make_batch("mlp", 16)
+    message = r"a tensor of the batch has shape \(3, 16, 12\): with 2 runs it must be \(2, examples, ...\)"
+    refuses(runs, lambda: stacked(runs, [batch] * 3), ValueError, message)
+    step = stacked(runs, [batch] * 2)
+    refuses(runs, lambda: step(*stack([batch] * 3)), ValueError, message)
+
+
+@pytest.mark.parametrize(("size", "message"), [(18, "not of one size"), (3, "cannot be cut into 4 parts")])
+def test_the_example_must_be_cut_evenly(size, message):
+    run = Run("BSAM")
+    refuses([run], lambda: run.engine(make_batch("mlp", size)), ValueError, f"no step can be made of .*{message}")
+
+
+def test_what_the_optimizer_refuses_is_refused():
+    run = Run("VOGN", "normalised")
+    refuses([run], lambda: run.engine(make_batch("normalised", 16)), ValueError, "layer 1 is a BatchNorm2d that uses")
+    run = Run("BSAM", "normalised", batch_norm="all")
+    refuses([run], lambda: run.engine(make_batch("normalised", 16)), ValueError, "batch_norm='all' moves running stat")
+
+
+def test_optimizers_that_evaluate_the_loss_are_refused():
+    run = Run("SGD")
+    run.optimizer = torch.optim.LBFGS(run.model.parameters())
+    refuses([run], lambda: run.engine(make_batch("mlp", 16)), ValueError, "LBFGS evaluates the loss by itself")
+
+
+def test_loss_functions_must_look_weights_up_in_the_module():
+    run = Run("BSAM")
+    batch = make_batch("mlp", 16)
+    run.loss_fn = lambda x, y: x.mean()
+    refuses([run], lambda: run.engine(batch), ValueError, "no gradient reaches any parameter of the optimizer: does")
+    weight = run.model[0].weight
+    run.loss_fn = lambda x, y: mean_loss(run.model)(x, y) + weight.square().sum()
+    refuses([run], lambda: run.engine(batch), RuntimeError, "uses parameters of module= that it did not look up")
+
+
+def test_other_arguments_are_checked():
+    run = Run("BSAM")
+    batch = make_batch("mlp", 16)
+    refuses([run], lambda: run.engine(batch, precision="float16"), ValueError, "precision='float16' must be None")
+    refuses([run], lambda: run.engine(batch, cuda_graph=True), ValueError, "cuda_graph=True needs parameters on a CUDA")
+
+
+def test_process_groups_are_refused():
+    run = Run("BSAM")
+    run.optimizer.process_group = object()
+    make = lambda: TrainStep(run.optimizer, run.loss_fn, make_batch("mlp", 16), compile=False)  # noqa: E731
+    with pytest.raises(ValueError, match=r"process_group= goes with optimizer.step: TrainStep trains on one device"):
+        make()
+
+
+@pytest.mark.parametrize("change", [{"num_data": 200}, {"seed": 4}, {"perturb": False}, {"splits": 2}])
+def test_what_is_compiled_in_may_not_change(change):
+    run = Run("BSAM")
+    batch = make_batch("mlp", 16)
+    step = run.engine(batch)
+    step(*batch)
+    ((option, value),) = change.items()
+    run.optimizer.param_groups[0][option] = value
+    refuses([run], lambda: step(*batch), ValueError, f"{option} was .* when the TrainStep was made, and is {value} now")
+
+
+def test_groups_may_not_be_added():
+    run = Run("BSAM", params=lambda model: model[0].parameters())
+    batch = make_batch("mlp", 16)
+    step = run.engine(batch)
+    run.optimizer.add_param_group({"params": list(run.model[2].parameters())})
+    refuses([run], lambda: step(*batch), ValueError, "a group of parameters was added after the TrainStep was made")
+
+
+def test_rates_of_runs_may_not_drift_apart():
+    runs = [Run("BSAM", seed=seed) for seed in (0, 1)]
+    batch = make_batch("mlp", 16)
+    step = stacked(runs, [batch] * 2)
+    runs[1].optimizer.param_groups[0]["lr"] = 0.7
+    refuses(runs, lambda: step(*stack([batch] * 2)), ValueError, "the runs differ in lr: 0.1 and 0.7")
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = make_network("mlp"), nn.Linear(12, 4).double()
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("name", ["BSAM", "SAM-SGD", "SGD"])
+def test_an_unused_parameter_is_named_and_left_alone(name):
+    model = TwoHeads()
+    optimizer = OPTIMIZERS[name](model.parameters(), model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)  # left over from something else
+    before = copy.deepcopy(model.unused.state_dict())
+    batch = make_batch("mlp", 16)
+    warned = pytest.warns(UserWarning, match="no gradient reached unused.weight, unused.bias: not part of the loss")
+    with warnings.catch_warnings() if name == "SGD" else warned:
+        step = TrainStep(optimizer, mean_loss(model), batch, module=model, compile=False)
+    for size in (16, 10):
+        step(*make_batch("mlp", size))
+    assert_same(model.unused.state_dict(), before)
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def _ieee(monkeypatch):
+    """Products of float32 are not rounded."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+class Wide(nn.Module):
+    """Convolutions wide enough for our own kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 16, 4),
+        )  # fmt: skip
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def on_gpu(name, seed=0, dtype=torch.float32, **options):
+    run = Run(name, seed=seed)
+    torch.manual_seed(seed)
+    run.model = Wide().cuda().to(dtype)
+    if name == "VOGN":
+        run.model.layers[1] = nn.Identity()
+    parameters = options.pop("params", nn.Module.parameters)(run.model)
+    run.optimizer = OPTIMIZERS[name](parameters, run.model, seed, **options)
+    run.loss_fn = mean_loss(run.model)
+    return run
+
+
+def gpu_batch(seed=0, size=16, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 3, 8, 8, generator=generator, dtype=dtype)
+    return x.cuda(), torch.randint(4, (size,), generator=generator).cuda()
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.usefixtures("_ieee")
+@pytest.mark.parametrize("name", ["BSAM", "SAM-SGD", "SAM-Adam", "VOGN", "SGD", "Adam"])
+def test_a_captured_step_is_that_of_the_loop(name):
+    run = on_gpu(name)
+    step = run.engine(gpu_batch(), compile=True)
+    addresses = run.addresses()
+    for k, size in enumerate((16, 16, 10, 16)):
+        plain = on_gpu(name, vectorise=False) if name in PROBING else on_gpu(name)
+        saved = run.state()  # each step from the same state: rounding would grow from step to step
+        plain.model.load_state_dict(saved["model"])
+        plain.optimizer.load_state_dict(saved["optimizer"])
+        batch = gpu_batch(k, size)
+        assert_close(step(*batch), plain.loop(*batch), tolerance=1e-5)
+        # Adam's first steps are the sign of the gradient, where it is rounding too: as long as the rate.
+        for key, value in run.model.state_dict().items():
+            difference = (value - plain.model.state_dict()[key]).abs()
+            assert difference.double().mean() < 1e-5, key
+            assert (difference > 1e-4).double().mean() < (1e-2 if "Adam" in name else 1e-9), key
+    assert run.addresses() == addresses
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_a_captured_step_is_that_of_the_loop_in_float64():
+    ours, plain = on_gpu("BSAM", dtype=torch.float64), on_gpu("BSAM", dtype=torch.float64, vectorise=False)
+    batches = [gpu_batch(k, dtype=torch.float64) for k in range(3)]
+    step = ours.engine(batches[0], compile=True)
+    for batch in batches:
+        assert_close(step(*batch), plain.loop(*batch))
+    assert_close(ours.model.state_dict(), plain.model.state_dict())
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.usefixtures("_ieee")
+def test_groups_without_noise_come_before_those_with_noise():
+    def groups(model):
+        return [{"params": model.layers[:3].parameters(), "sample": False}, {"params": model.layers[3:].parameters()}]
+
+    ours, plain = on_gpu("BSAM", params=groups), on_gpu("BSAM", params=groups, vectorise=False)
+    batch = gpu_batch()
+    step = ours.engine(batch, compile=False)
+    for _ in range(2):
+        assert_close(step(*batch), plain.loop(*batch), tolerance=1e-5)
+    assert_close(ours.model.state_dict(), plain.model.state_dict(), tolerance=1e-5)
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_every_replay_has_fresh_noise():
+    run = on_gpu("BSAM")
+    batch = gpu_batch()
+    step = run.engine(batch, compile=True)
+    run.optimizer.param_groups[0]["lr"] = 0.0  # the loss differs by its noise alone
+    drawn = []
+    for _ in range(3):
+        step(*batch)
+        drawn.append([theta.clone() for theta in step._theta])
+    assert all(not torch.equal(a, b) for a, b in zip(drawn[0], drawn[1], strict=True))
+    assert all(not torch.equal(a, b) for a, b in zip(drawn[1], drawn[2], strict=True))
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_the_sampling_kernel_draws_what_the_optimizer_draws():
+    runs = [on_gpu("BSAM", seed=seed) for seed in (0, 7)]
+    step = stacked(runs, [gpu_batch()] * 2, compile=False)
+    for _ in range(2):
+        step(*stack([gpu_batch()] * 2))
+    step._draw()
+    for run, each in enumerate(runs):
+        for pack, theta in zip(step._packs, step._theta, strict=True):
+            for slot, start, size in zip(pack.runs[run], pack.offsets, pack.sizes, strict=True):
+                for split in range(SPLITS):
+                    expected = each.optimizer._theta(slot, split).detach().flatten()
+                    assert_close(theta[run, split, start : start + size], expected, tolerance=1e-6)
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.parametrize("name", ["BSAM", "SAM-SGD", "Adam"])
+def test_a_captured_run_goes_on_where_it_was_saved(name):
+    batches = [gpu_batch(k) for k in range(6)]
+    whole, first, second = (on_gpu(name) for _ in range(3))
+    step = whole.engine(batches[0], compile=True)
+    for batch in batches:
+        step(*batch)
+    step = first.engine(batches[0], compile=True)
+    for batch in batches[:3]:
+        step(*batch)
+    saved = first.state()
+    second.model.load_state_dict(saved["model"])
+    second.optimizer.load_state_dict(saved["optimizer"])
+    step = second.engine(batches[0], compile=True)
+    for batch in batches[3:]:
+        step(*batch)
+    assert_close(second.model.state_dict(), whole.model.state_dict(), tolerance=1e-6)
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.parametrize("name", ["BSAM", "SAM-SGD", "SAM-Adam"])
+def test_a_captured_step_that_is_not_finite_is_left_out(name):
+    run = on_gpu(name, nonfinite="skip")
+    good, bad = gpu_batch(), spoiled(gpu_batch())
+    step = run.engine(good, compile=True)
+    before = run.state()["model"]
+    step(*bad)  # also the first one, when SGD has no momenta yet
+    assert_same(run.state()["model"], before)
+    step(*good)
+    moved = run.state()["model"]
+    assert all(v.isfinite().all() for v in moved.values())
+    step(*bad)
+    assert_same(run.state()["model"], moved)
+    step(*gpu_batch(1, 10))  # a ragged batch after a refused one is taken
+    assert not torch.equal(run.model.layers[0].weight, moved["layers.0.weight"])
+    assert run.optimizer.skipped_steps == 2
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.parametrize("name", ["BSAM", "SGD"])
+def test_a_captured_step_that_is_not_finite_raises_soon(name):
+    run = on_gpu(name)
+    good = gpu_batch()
+    step = run.engine(good, compile=True)
+    step(*good)
+    torch.cuda.synchronize()
+    step(*good)
+    before = run.state()["model"]
+    step(*spoiled(good))
+    assert_same(run.state()["model"], before)
+    with pytest.raises(FloatingPointError, match="Its step was left out"):  # noqa: PT012
+        for _ in range(3):
+            torch.cuda.synchronize()
+            step(*good)
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.usefixtures("_ieee")
+def test_captured_runs_together_are_each_alone():
+    together, alone = ([on_gpu("BSAM", seed=seed) for seed in (0, 1)] for _ in range(2))
+    batches = [gpu_batch(0), gpu_batch(1)]
+    step = stacked(together, batches, compile=True)
+    losses = step(*stack(batches))
+    for run, batch, loss in zip(alone, batches, losses, strict=True):
+        assert_close(loss, run.loop(*batch), tolerance=1e-5)
+    for one, other in zip(together, alone, strict=True):
+        assert_close(one.model.state_dict(), other.model.state_dict(), tolerance=1e-5)
