@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from bsam.batch_norm import BufferSnapshot, all_buffers
 from bsam.gradients import LossFunction, batch_gradient
-from bsam.optim.base import Gradients, ProbingOptimizer, Slot, Tally, all_finite, make_slots
+from bsam.optim.base import ProbingOptimizer, all_finite, make_slots
+from bsam.optim.probing import Gradients, Slot, Tally
 from bsam.optim.sam import SAM
 
 __all__ = ["Method", "Plain", "TorchStep", "method_of"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bsam.optim.base import Slot
+from bsam.optim.probing import Slot
 
 __all__ = ["Pack", "make_packs"]
 

@@ -21,9 +21,10 @@ from bsam.engine.packs import LARGE, Pack, make_packs
 from bsam.engine.watch import Watch
 from bsam.forward import map_tensors
 from bsam.gradients import LossFunction, LossModule, keys_of, reached_by
-from bsam.optim.base import Slot, all_finite, clip_gradient
+from bsam.optim.base import all_finite, clip_gradient
 from bsam.optim.batch import split_batch
 from bsam.optim.gaussian import GaussianOptimizer
+from bsam.optim.probing import Slot
 from bsam.optim.together import probe_stack, why_not
 from bsam.optim.vogn import VOGN
 
@@ -270,12 +271,9 @@ class TrainStep:
         buffers = {name: b.expand(self._splits, *b.shape) for name, b in given["buffers"].items()}
         cut = [t.unflatten(0, (self._splits, -1)) for t in given["batch"]]
         loss_module = LossModule(self.modules[0], self._loss_fns[0])
-        with torch.enable_grad():
-            all_losses, all_statistics, moved = probe_stack(
-                method, slots, loss_module, self._unpack, self._pack, theta, self._part, cut, buffers
-            )
-        losses = [loss.mean(0) for loss in all_losses]
-        statistics = {name: [t.mean(0) for t in tensors] for name, tensors in all_statistics.items()}
+        losses, statistics, moved = probe_stack(
+            method, slots, loss_module, self._unpack, self._pack, theta, self._part, cut, buffers
+        )
         finite = all_finite([*losses, *(t for tensors in statistics.values() for t in tensors)])
         clip_gradient(statistics["gradient"], method._option("max_grad_norm"))
         gradients = []
@@ -286,7 +284,7 @@ class TrainStep:
         return {
             "weights": [slot.parameter for slot in slots],
             "state": [slot.state for slot in slots],
-            "buffers": {name: torch.where(finite, moved[name][0], b) for name, b in given["buffers"].items()},
+            "buffers": {name: torch.where(finite, moved[name], b) for name, b in given["buffers"].items()},
             "losses": losses[0],
             "refused": (~finite).float(),
             "gradients": gradients,

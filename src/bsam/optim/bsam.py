@@ -48,8 +48,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bsam.optim import options
-from bsam.optim.base import Gradients, Slot, Tally
 from bsam.optim.gaussian import GaussianOptimizer
+from bsam.optim.probing import Gradients, Slot, Tally
 
 __all__ = ["BSAM", "curvature", "perturbation", "posterior_std", "update"]
 
@@ -209,7 +209,7 @@ class BSAM(GaussianOptimizer):
         perturbed = (  # line 5, made one by one as the weights are written
             slot.mean + perturbation(g_i, slot.state["unit_precision"], slot.group["rho"])
             if slot.group["perturb"]
-            else slot.mean
+            else slot.mean.expand_as(g_i)
             for slot, g_i in zip(slots, g, strict=True)
         )
         del g  # its memory is free once the weights are written

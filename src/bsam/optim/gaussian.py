@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from bsam.noise import standard_normal
 from bsam.optim import options
-from bsam.optim.base import ProbingOptimizer, Slot, write
+from bsam.optim.base import ProbingOptimizer, write
+from bsam.optim.probing import Slot
 from bsam.posterior import DiagonalGaussian
 
 __all__ = ["GaussianOptimizer"]

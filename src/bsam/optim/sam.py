@@ -38,7 +38,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bsam.optim import options
-from bsam.optim.base import Gradients, ProbingOptimizer, Slot, Tally, total_norm
+from bsam.optim.base import ProbingOptimizer, total_norm
+from bsam.optim.probing import Gradients, Slot, Tally
 
 __all__ = ["SAM", "perturbation"]
 
@@ -132,11 +133,11 @@ class SAM(ProbingOptimizer):
     def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
         g = grad_at(theta)  # line 2
         moved = [g_i for slot, g_i in zip(slots, g, strict=True) if slot.group["perturb"]]
-        norm = total_norm(moved)
+        norm = grad_at.per_split(total_norm)(moved) if moved else None
         perturbed = (
-            slot.mean + perturbation(g_i, norm.to(g_i.device), slot.group["rho"])
-            if slot.group["perturb"]
-            else slot.mean
+            slot.mean + grad_at.per_split(perturbation)(g_i, norm.to(g_i.device), rho=slot.group["rho"])
+            if slot.group["perturb"] and norm is not None
+            else slot.mean.expand_as(g_i)
             for slot, g_i in zip(slots, g, strict=True)
         )
         del g, moved  # its memory is free once the weights are written

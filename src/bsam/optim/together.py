@@ -1,4 +1,4 @@
-"""All sub-batches probed at once: the method's own probe under `torch.vmap`.
+"""All sub-batches probed at once: the method's own probe on stacked weights, gradients by `torch.vmap`.
 
 The loop over the splits of a batch, m forward and backward passes one after the other, becomes one pass with a stack
 of m weights and m sub-batches. The model's weights and buffers are handed to the loss function by `functional_call`,
@@ -10,9 +10,10 @@ Where this cannot be done the loop does it, after one warning that says why.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +23,16 @@ from torch.nn.modules.batchnorm import _NormBase
 from bsam import batch_norm as bn
 from bsam.forward import map_tensors
 from bsam.gradients import LossFunction, LossModule, keys_of, reached_by, without_autocast
+from bsam.optim.probing import Prober, Slot, Tally
 
 if TYPE_CHECKING:
-    from bsam.optim.base import Gradients, ProbingOptimizer, Slot, Tally
+    from bsam.optim.base import ProbingOptimizer
 
-__all__ = ["Parts", "Prober", "Together", "probe_stack", "stack_parts", "why_not"]
+__all__ = ["Parts", "Together", "probe_stack", "stack_parts", "why_not"]
 
 Parts = list[tuple[tuple[Any, ...], int]]
 Unpack = Callable[[list[Tensor]], dict[str, Tensor]]
 Pack = Callable[[Sequence[Tensor]], list[Tensor]]
-
-
-class Prober(Protocol):
-    """What looks at sub-batches: an optimizer, see `ProbingOptimizer`."""
-
-    def _option(self, name: str) -> Any: ...
-
-    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None: ...
 
 
 def why_not(module: nn.Module, policy: str, parts: Parts) -> str | None:
@@ -70,14 +64,15 @@ def _prefers_loop(device: torch.device) -> bool:
 
 
 class GradAtStack:
-    """`GradAt` for one sub-batch of many: functional, to be run under vmap.
+    """`GradAt` for all sub-batches at once: weights, gradients and losses are stacked along dimension 0.
 
     Args:
         loss_module: A module whose forward is the loss of a part.
-        unpack: Makes the weights of the loss module, by name, of those of the slots.
-        pack: Makes gradients of the slots of those of the weights, in the same order.
-        part: The sub-batch.
-        buffers: The buffers of the loss module, by name.
+        unpack: Makes the weights of the loss module, by name, of those of the slots, for one sub-batch.
+        pack: Makes gradients of the slots of those of the weights, in the same order, for one sub-batch.
+        example: One sub-batch, for its structure.
+        tensors: Its tensors, stacked.
+        buffers: The buffers of the loss module by name, stacked.
         frozen: Names of the buffers that must not move, for each pass.
     """
 
@@ -86,12 +81,13 @@ class GradAtStack:
         loss_module: nn.Module,
         unpack: Unpack,
         pack: Pack,
-        part: tuple[Any, ...],
+        example: tuple[Any, ...],
+        tensors: list[Tensor],
         buffers: dict[str, Tensor],
         frozen: Callable[[int], frozenset[str]],
     ) -> None:
-        self._loss_module, self._unpack, self._pack, self._part = loss_module, unpack, pack, part
-        self._frozen = frozen
+        self._loss_module, self._unpack, self._pack = loss_module, unpack, pack
+        self._example, self._tensors, self._frozen = example, tensors, frozen
         self.buffers = buffers
         """Of the loss module, as the passes so far left them."""
         self.losses: list[Tensor] = []
@@ -99,44 +95,79 @@ class GradAtStack:
 
     def __call__(self, weights: Iterable[Tensor]) -> list[Tensor]:
         """The gradients, one a slot."""
-        named = self._unpack(list(weights))
 
-        def loss_at(*tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            handed = dict(zip(named, tensors, strict=True))
-            handed |= {name: b.clone() for name, b in self.buffers.items()}  # torch.func lets only such be written to
-            loss = functional_call(self._loss_module, handed, (self._part,))
-            return loss, {name: handed[name] for name in self.buffers}  # a buffer that was replaced is in the dict
+        def one(
+            weights: list[Tensor], rows: list[Tensor], buffers: dict[str, Tensor]
+        ) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
+            named, part = self._unpack(weights), self._part(rows)
 
-        loss, pullback, moved = vjp(loss_at, *named.values(), has_aux=True)  # type: ignore[misc]
+            def loss_at(*tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+                handed = dict(zip(named, tensors, strict=True))
+                handed |= {name: b.clone() for name, b in buffers.items()}  # torch.func lets only such be written to
+                loss = functional_call(self._loss_module, handed, (part,))
+                return loss, {name: handed[name] for name in buffers}  # a buffer that was replaced is in the dict
+
+            loss, pullback, moved = vjp(loss_at, *named.values(), has_aux=True)  # type: ignore[misc]
+            with without_autocast(loss.device):
+                gradients = pullback(torch.ones_like(loss))
+            return self._pack(gradients), loss, moved
+
+        gradients, losses, moved = _vmap(one)(list(weights), self._tensors, self.buffers)
         frozen = self._frozen(len(self.losses))
         self.buffers = {name: self.buffers[name] if name in frozen else b for name, b in moved.items()}
-        with without_autocast(loss.device):
-            gradients = pullback(torch.ones_like(loss))
-        self.losses.append(loss.detach())
-        return self._pack([gradient.detach() for gradient in gradients])
+        self.losses.append(losses.detach())
+        return [gradient.detach() for gradient in gradients]
 
     def moments(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Mean and mean square of the gradients of the examples, one tensor a slot each; buffers do not move."""
-        named = self._unpack(list(weights))
-        rows: list[Tensor] = []
-        map_tensors(rows.append, self._part)
 
-        def one(*example: Tensor) -> tuple[list[Tensor], Tensor]:
-            left = iter(example)
-            part = map_tensors(lambda _: next(left)[None], self._part)
+        def one(weights: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor]:
+            named = self._unpack(weights)
 
-            def loss_at(*tensors: Tensor) -> Tensor:
-                loss: Tensor = functional_call(self._loss_module, dict(zip(named, tensors, strict=True)), (part,))
-                return loss
+            def gradient(*example: Tensor) -> tuple[list[Tensor], Tensor]:
+                part = self._part([row[None] for row in example])
 
-            loss, pullback = vjp(loss_at, *named.values())[:2]
-            with without_autocast(loss.device):
-                return list(pullback(torch.ones_like(loss))), loss
+                def loss_at(*tensors: Tensor) -> Tensor:
+                    loss: Tensor = functional_call(self._loss_module, dict(zip(named, tensors, strict=True)), (part,))
+                    return loss
 
-        gradients, losses = torch.vmap(one, randomness="different")(*rows)
-        self.losses.append(losses.mean().detach())
-        stacks = [gradient.detach() for gradient in gradients]
-        return self._pack([g.mean(0) for g in stacks]), self._pack([g.square().mean(0) for g in stacks])
+                loss, pullback = vjp(loss_at, *named.values())[:2]
+                with without_autocast(loss.device):
+                    return list(pullback(torch.ones_like(loss))), loss
+
+            gradients, losses = _vmap(gradient)(*rows)
+            mean, square = [g.mean(0) for g in gradients], [g.square().mean(0) for g in gradients]
+            return self._pack(mean), self._pack(square), losses.mean()
+
+        means, squares, losses = _vmap(one)(list(weights), self._tensors)
+        self.losses.append(losses.detach())
+        return [mean.detach() for mean in means], [square.detach() for square in squares]
+
+    def per_split(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of one sub-batch's tensors for those of all."""
+        return _vmap(function)
+
+    def _part(self, rows: list[Tensor]) -> tuple[Any, ...]:
+        left = iter(rows)
+        part: tuple[Any, ...] = map_tensors(lambda _: next(left), self._example)
+        return part
+
+
+class StackTally(Tally):
+    """Averages over the stack as statistics come: no more than one tensor is held for all sub-batches."""
+
+    def add(self, name: str, tensors: Iterable[Tensor]) -> None:
+        """Count what all sub-batches say."""
+        super().add(name, (tensor.mean(0) for tensor in tensors))
+
+
+def _vmap(function: Callable[..., Any]) -> Callable[..., Any]:
+    def vectorised(*arguments: Any, **constants: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop")  # not in the user's hands
+            return torch.vmap(functools.partial(function, **constants), randomness="different")(*arguments)
+
+    return vectorised
 
 
 class Together:
@@ -209,23 +240,21 @@ def _probe_together(
     keys = keys_of(module, [slot.parameter for slot in slots])
     example, tensors = stack_parts(parts)
     splits = range(first, first + len(parts))
-    theta = [torch.stack([optimizer._theta(slot, k) for k in splits]) for slot in slots]
     buffers = {f"module.{name}": b for name, b in module.named_buffers()}
-    with torch.enable_grad():
-        losses, statistics, moved = probe_stack(
-            optimizer,
-            slots,
-            LossModule(module, closure),
-            lambda weights: {key: w.to(slot.mean.dtype) for key, w, slot in zip(keys, weights, slots, strict=True)},
-            lambda gradients: [g.to(slot.dtype) for g, slot in zip(gradients, slots, strict=True)],
-            theta,
-            example,
-            tensors,
-            {name: b.expand(len(parts), *b.shape).clone() for name, b in buffers.items()},
-        )
+    losses, statistics, moved = probe_stack(
+        optimizer,
+        slots,
+        LossModule(module, closure),
+        lambda weights: {key: w.to(slot.mean.dtype) for key, w, slot in zip(keys, weights, slots, strict=True)},
+        lambda gradients: [g.to(slot.dtype) for g, slot in zip(gradients, slots, strict=True)],
+        (torch.stack([optimizer._theta(slot, k) for k in splits]) for slot in slots),
+        example,
+        tensors,
+        {name: b.expand(len(parts), *b.shape) for name, b in buffers.items()},
+    )
     for name, buffer in buffers.items():
-        buffer.copy_(moved[name][0])
-    return [loss.mean(0) for loss in losses], {name: [t.mean(0) for t in s] for name, s in statistics.items()}
+        buffer.copy_(moved[name])
+    return losses, statistics
 
 
 def probe_stack(
@@ -234,26 +263,24 @@ def probe_stack(
     loss_module: nn.Module,
     unpack: Unpack,
     pack: Pack,
-    theta: list[Tensor],
+    theta: Iterable[Tensor],
     example: tuple[Any, ...],
     tensors: list[Tensor],
     buffers: dict[str, Tensor],
 ) -> tuple[list[Tensor], dict[str, list[Tensor]], dict[str, Tensor]]:
-    """Losses of each pass, statistics and buffers of all sub-batches, stacked along dimension 0.
+    """Mean losses of each pass and mean statistics over all sub-batches, and the buffers of the first.
 
     Args:
-        optimizer: Whose `_probe` looks at each sub-batch.
+        optimizer: Whose `_probe` looks at them.
         slots: What it looks at.
         loss_module: See `GradAtStack`.
         unpack: See `GradAtStack`.
         pack: See `GradAtStack`.
         theta: Weights of the slots in the first pass, stacked over the sub-batches.
-        example: One sub-batch, for its structure.
-        tensors: Its tensors, stacked over the sub-batches.
-        buffers: Buffers of the loss module by name, stacked over the sub-batches.
+        example: See `GradAtStack`.
+        tensors: See `GradAtStack`.
+        buffers: See `GradAtStack`.
     """
-    from bsam.optim.base import Tally
-
     statistics_of_norms = frozenset(
         f"module.{name}.{buffer}"
         for name, layer in loss_module.get_submodule("module").named_modules()
@@ -265,16 +292,7 @@ def probe_stack(
     def frozen(pass_index: int) -> frozenset[str]:
         return frozenset() if bn.moves_statistics(policy, 0, pass_index) else statistics_of_norms
 
-    def one(
-        theta: list[Tensor], rows: list[Tensor], buffers: dict[str, Tensor]
-    ) -> tuple[list[Tensor], dict[str, list[Tensor]], dict[str, Tensor]]:
-        left = iter(rows)
-        part = map_tensors(lambda _: next(left), example)
-        grad_at = GradAtStack(loss_module, unpack, pack, part, buffers, frozen)
-        tally = Tally()
-        optimizer._probe(slots, theta, grad_at, tally)
-        return grad_at.losses, tally.means, grad_at.buffers
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")  # not in the user's hands
-        return torch.vmap(one, randomness="different")(theta, tensors, buffers)
+    grad_at, tally = GradAtStack(loss_module, unpack, pack, example, tensors, buffers, frozen), StackTally()
+    optimizer._probe(slots, theta, grad_at, tally)
+    losses = [loss.mean(0) for loss in grad_at.losses]
+    return losses, tally.means, {name: b[0] for name, b in grad_at.buffers.items()}

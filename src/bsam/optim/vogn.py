@@ -51,8 +51,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bsam.forward import map_tensors
 from bsam.gradients import PerExample
 from bsam.optim import options
-from bsam.optim.base import Gradients, Slot, Tally
 from bsam.optim.gaussian import GaussianOptimizer
+from bsam.optim.probing import Gradients, Slot, Tally
 
 __all__ = ["VOGN", "posterior_std", "update"]
 

@@ -1,0 +1,139 @@
+"""What a method sees of a step: its parameters as slots, a function that gives gradients, and a tally to count in.
+
+A *probe* is a method's look at one sub-batch: it asks for gradients at weights of its choice, `grad_at(weights)`, and
+counts what they say. Sub-batches are probed one after the other, by `GradAt` and `Tally`, or all at once, by their
+counterparts in `bsam.optim.together`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from bsam import batch_norm as bn
+from bsam.gradients import LossFunction, PerExample, batch_gradient
+
+__all__ = ["GradAt", "Gradients", "Prober", "Slot", "Tally"]
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Slot:
+    """One trainable parameter during a step."""
+
+    index: int
+    """Position among all parameters of all groups; the address of its noise."""
+    parameter: Tensor
+    group: dict[str, Any]
+    mean: Tensor
+    """The weights before the step."""
+    state: dict[str, Any]
+    seen: bool = False
+    """Whether any pass of the step gave it a gradient."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its statistics and state: float32 for 16-bit weights."""
+        return torch.promote_types(self.parameter.dtype, torch.float32)
+
+
+class Gradients(Protocol):
+    """Gives the gradients of one sub-batch at given weights: `GradAt` in a loop, `GradAtStack` under vmap."""
+
+    def __call__(self, weights: Iterable[Tensor], /) -> list[Tensor]:
+        """The gradients, one a slot."""
+
+    def moments(self, weights: Iterable[Tensor], /) -> tuple[list[Tensor], list[Tensor]]:
+        """Mean and mean square of the gradients of the examples, one tensor a slot each."""
+
+    def per_split(self, function: Callable[..., Any], /) -> Callable[..., Any]:
+        """A function of one sub-batch's tensors as one of those at hand, which may be of many, stacked."""
+
+
+class GradAt:
+    """Evaluates one sub-batch at given weights, one tensor a slot."""
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        closure: LossFunction,
+        part: tuple[Any, ...],
+        frozen: Callable[[int], list[tuple[nn.Module, str]]],
+        per_example: PerExample | None = None,
+    ) -> None:
+        self._slots, self._closure, self._part = slots, closure, part
+        self._frozen = frozen  # the statistics that a pass, given by its number, must not move
+        self._per_example = per_example
+        self.losses: list[Tensor] = []
+        """Of each pass."""
+
+    def __call__(self, weights: Iterable[Tensor]) -> list[Tensor]:
+        """The gradients, one a slot."""
+        return self._evaluate(weights, self._gradients)
+
+    def moments(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Mean and mean square of the gradients of the examples, one tensor a slot each."""
+        return self._evaluate(weights, self._moments)
+
+    def per_split(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function itself: here is one sub-batch."""
+        return function
+
+    def _evaluate(self, weights: Iterable[Tensor], function: Callable[[], tuple[Result, Tensor]]) -> Result:
+        """What `function` finds there, beside the loss; it marks the slots that are seen."""
+        for slot, theta in zip(self._slots, weights, strict=True):
+            slot.parameter.copy_(theta)
+        torch.clear_autocast_cache()  # a surrounding autocast region would go on with the old weights
+        statistics = bn.BufferSnapshot(self._frozen(len(self.losses)))
+        result, loss = function()
+        statistics.restore()
+        self.losses.append(loss)
+        return result
+
+    def _gradients(self) -> tuple[list[Tensor], Tensor]:
+        """The gradient of each slot, zero where there is none."""
+        gradients, loss = batch_gradient([slot.parameter for slot in self._slots], self._closure, self._part)
+        taken = []
+        for slot, gradient in zip(self._slots, gradients, strict=True):
+            slot.seen |= gradient is not None
+            taken.append(torch.zeros_like(slot.mean, dtype=slot.dtype) if gradient is None else gradient.to(slot.dtype))
+        return taken, loss
+
+    def _moments(self) -> tuple[tuple[list[Tensor], list[Tensor]], Tensor]:
+        assert self._per_example is not None  # the method's own
+        seen = [slot.seen for slot in self._slots]
+        parameters = [slot.parameter for slot in self._slots]
+        mean, mean_square, loss = self._per_example.moments(parameters, self._closure, self._part, seen)
+        for slot, is_seen in zip(self._slots, seen, strict=True):
+            slot.seen = is_seen
+        return (mean, mean_square), loss
+
+
+class Tally:
+    """Averages what the sub-batches say: for each statistic, by name, one tensor a slot."""
+
+    def __init__(self) -> None:
+        self.means: dict[str, list[Tensor]] = {}
+        self.weight = 1.0
+        """The share that the present sub-batch has in the batch."""
+
+    def add(self, name: str, tensors: Iterable[Tensor]) -> None:
+        """Count what the present sub-batch says; the tensors are taken over, and must not be written to again."""
+        if name not in self.means:
+            self.means[name] = [t if self.weight == 1 else t * self.weight for t in tensors]
+        else:
+            for mean, value in zip(self.means[name], tensors, strict=True):
+                mean.add_(value, alpha=self.weight)
+
+
+class Prober(Protocol):
+    """What looks at sub-batches: an optimizer, see `ProbingOptimizer`."""
+
+    def _option(self, name: str) -> Any: ...
+
+    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None: ...
