@@ -9,7 +9,7 @@ from torch import nn
 
 import bsam
 from bsam.noise import standard_normal
-from bsam.optim.bsam import curvature, perturbation, posterior_std, update
+from bsam.optim.bsam import curvature, perturbed, posterior_std, update
 from tests import reference
 from tests.problems import PROBLEMS, logistic, quadratic
 
@@ -151,7 +151,7 @@ def test_two_groups_match_the_transcription(splits):
 def test_the_pure_functions_are_the_lines_of_the_algorithm():
     s, g = torch.tensor([0.25, 4.0]), torch.tensor([-3.0, 0.5])
     torch.testing.assert_close(posterior_std(s, 100.0), torch.tensor([0.2, 0.05]))
-    torch.testing.assert_close(perturbation(g, s, 0.1), torch.tensor([-1.2, 0.0125]))
+    torch.testing.assert_close(perturbed(torch.ones(2), g, s, 0.1) - 1, torch.tensor([-1.2, 0.0125]))
     torch.testing.assert_close(curvature(g.abs(), s), torch.tensor([1.5, 1.0]))
     options = {"alpha": 0.5, "beta1": 0.9, "beta2": 0.99, "delta": 0.1, "gamma": 0.2}
     omega, g_m, new_s = update(torch.ones(2), torch.zeros(2), s, g, curvature(g.abs(), s), **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,13 +29,17 @@ def compile_function(function: Function, inputs: list[Tensor], *, least_groups: 
     from torch._inductor import compile as compile_graph
 
     table = decompositions(least_groups=least_groups) if better_on(inputs[0].device) else {}
-    graph = make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    # cuDNN's BatchNorm converts the layout of images, which vmap cannot do; traced without it, it is compiled too.
+    with torch.backends.cudnn.flags(enabled=False, allow_tf32=torch.backends.cudnn.allow_tf32):
+        graph = make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten.view.default:  # the compiler may choose strides that ask for a copy
             node.target = torch.ops.aten.reshape.default
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    compiled: Function = compile_graph(graph, inputs)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\._inductor")  # hints on speed, not in the user's hands
+        compiled: Function = compile_graph(graph, inputs)  # type: ignore[arg-type]
     return compiled
 
 

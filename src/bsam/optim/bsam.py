@@ -48,10 +48,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bsam.optim import options
+from bsam.optim.arithmetic import average, plus, plus_quotient
 from bsam.optim.gaussian import GaussianOptimizer
 from bsam.optim.probing import Gradients, Slot, Tally
 
-__all__ = ["BSAM", "curvature", "perturbation", "posterior_std", "update"]
+__all__ = ["BSAM", "curvature", "perturbed", "posterior_std", "update"]
 
 
 def posterior_std(s: Tensor, N: float) -> Tensor:
@@ -59,9 +60,9 @@ def posterior_std(s: Tensor, N: float) -> Tensor:
     return (N * s).rsqrt()  # line 3
 
 
-def perturbation(g: Tensor, s: Tensor, rho: float) -> Tensor:
-    """The adversarial step eps: SAM's, with a vector in place of the norm."""
-    return rho * g / s  # line 5
+def perturbed(omega: Tensor, g: Tensor, s: Tensor, rho: float | Tensor) -> Tensor:
+    """omega + eps, where the adversarial step eps is SAM's with a vector in place of the norm."""
+    return plus_quotient(omega, g, s, rho)  # line 5
 
 
 def curvature(abs_g: Tensor, s: Tensor) -> Tensor:
@@ -77,15 +78,15 @@ def update(
     h: Tensor,
     *,
     alpha: float | Tensor,
-    beta1: float,
-    beta2: float,
-    delta: float,
-    gamma: float,
+    beta1: float | Tensor,
+    beta2: float | Tensor,
+    delta: float | Tensor,
+    gamma: float | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The new (omega, g_m, s)."""
-    g_m = beta1 * g_m + (1 - beta1) * (g_eps + delta * omega)  # line 7
-    s = beta2 * s + (1 - beta2) * (h + delta + gamma)  # line 8
-    omega = omega - alpha * g_m / s  # line 9
+    g_m = average(g_m, plus(g_eps, omega, delta), beta1)  # line 7: beta1 g_m + (1 - beta1) (g_eps + delta omega)
+    s = average(s, h + (delta + gamma), beta2)  # line 8: beta2 s + (1 - beta2) (h + delta + gamma)
+    omega = plus_quotient(omega, g_m, s, -alpha)  # line 9: omega - alpha g_m / s
     return omega, g_m, s
 
 
@@ -205,17 +206,19 @@ class BSAM(GaussianOptimizer):
         g = grad_at(theta)  # line 4
         # Counted before the second pass, to need its memory once, and as a copy: DistributedDataParallel may write
         # the next gradients where g lies.
-        tally.add("curvature", (t.abs() if self._option("curvature") == "mean_abs" else t.clone() for t in g))
-        perturbed = (  # line 5, made one by one as the weights are written
-            slot.mean + perturbation(g_i, slot.state["unit_precision"], slot.group["rho"])
+        mean_abs = self._option("curvature") == "mean_abs"
+        tally.add("curvature", (t.abs() if mean_abs else t.clone() for t in g))
+        worse = (  # line 5, made one by one as the weights are written
+            perturbed(slot.mean.to(slot.dtype), g_i, slot.state["unit_precision"], slot.group["rho"])
             if slot.group["perturb"]
             else slot.mean.expand_as(g_i)
             for slot, g_i in zip(slots, g, strict=True)
         )
         del g  # its memory is free once the weights are written
-        tally.add("gradient", grad_at(perturbed))  # line 6
+        tally.add("gradient", grad_at(worse))  # line 6
 
     def _update(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
+        mean_abs = self._option("curvature") == "mean_abs"
         for slot, g_eps, g in zip(slots, statistics["gradient"], statistics["curvature"], strict=True):
             state = slot.state
             omega, g_m, s = update(
@@ -223,7 +226,7 @@ class BSAM(GaussianOptimizer):
                 state["momentum"],
                 state["unit_precision"],
                 g_eps,
-                curvature(g.abs(), state["unit_precision"]),
+                curvature(g if mean_abs else g.abs(), state["unit_precision"]),
                 **self._rates(slot.group),
             )
             self._move(slot, omega, {"momentum": g_m, "unit_precision": s}, accept)

@@ -92,7 +92,7 @@ class GaussianOptimizer(ProbingOptimizer):
             device=slot.parameter.device,
             dtype=slot.dtype,
         )
-        return slot.mean + e.mul_(self._posterior_std(slot))
+        return torch.addcmul(slot.mean.to(slot.dtype), e, self._posterior_std(slot))
 
     def _move(self, slot: Slot, mean: Tensor, state: dict[str, Tensor], accept: Tensor | None) -> None:
         """Write new weights and state, and count the step, unless `accept` is given and false."""

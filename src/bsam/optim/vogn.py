@@ -51,6 +51,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bsam.forward import map_tensors
 from bsam.gradients import PerExample
 from bsam.optim import options
+from bsam.optim.arithmetic import average, plus, plus_quotient
 from bsam.optim.gaussian import GaussianOptimizer
 from bsam.optim.probing import Gradients, Slot, Tally
 
@@ -71,15 +72,15 @@ def update(
     *,
     started: Tensor,
     alpha: float | Tensor,
-    beta1: float,
-    beta2: float,
-    delta: float,
-    gamma: float,
+    beta1: float | Tensor,
+    beta2: float | Tensor,
+    delta: float | Tensor,
+    gamma: float | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The new (mu, m, s); `started` is false in the first step."""
-    m = beta1 * m + g_hat + delta * mu  # line 7
-    s = torch.where(started, beta2 * s + (1 - beta2) * h_hat, h_hat)  # lines 1, 8
-    mu = mu - alpha * m / (s + delta + gamma)  # line 9
+    m = plus(plus(g_hat, mu, delta), m, beta1)  # line 7: beta1 m + g_hat + delta mu
+    s = torch.where(started, average(s, h_hat, beta2), h_hat)  # lines 1, 8: beta2 s + (1 - beta2) h_hat
+    mu = plus_quotient(mu, m, s + (delta + gamma), -alpha)  # line 9: mu - alpha m / (s + delta + gamma)
     return mu, m, s
 
 
