@@ -20,8 +20,7 @@ def conv(x: Any, p: dict[str, Any], stride: int) -> Any:
 
 def make_conv(key: Any, size: int, inputs: int, outputs: int) -> dict[str, Any]:
     w = jax.random.normal(key, (size, size, inputs, outputs)) * (2 / (size * size * inputs)) ** 0.5
-    zeros = jnp.zeros(outputs)
-    return {"w": w, "b": zeros, "gamma": zeros + 1, "beta": zeros, "tau": zeros}
+    return {"w": w, "gamma": jnp.ones(outputs), **{name: jnp.zeros(outputs) for name in ("b", "beta", "tau")}}
 
 
 def init(key: Any) -> dict[str, Any]:

@@ -119,14 +119,22 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
     tl.store(dw + to * IN + c[None, :], total, mask=(o[:, None] < OUT) & used[None, :])
 
 
+SHARED_BYTES = 160 * 2**10
+"""Shared memory that the tiles of one program may take, over all stages; an H100 has 227 KiB a multiprocessor."""
+
+
 def gather_blocks(num_in: int, num_out: int, size: int, itemsize: int) -> tuple[int, int, int, int, int, int]:
     """Taps, pixels, input and output channels of one tile, warps and pipeline stages."""
     block_out = min(128, max(16, power_of_2(num_out)))
-    if num_in <= 32 and 1 < size <= 8:  # a row of taps at once, or the matrix products would be too short
-        wide = power_of_2(size)
-        return wide, 128, max(16 // wide, power_of_2(num_in)), block_out, 8 if block_out >= 128 else 4, 3
+    warps = 8 if block_out >= 128 else 4
+    wide, block_p = power_of_2(size), 128
+    block_in = max(16 // wide, power_of_2(num_in))
+    bytes_a_stage = wide * block_in * (block_p + block_out) * itemsize
+    if num_in <= 32 and 1 < size <= 8 and 2 * bytes_a_stage <= SHARED_BYTES:
+        # A row of taps at once, or the matrix products would be too short.
+        return wide, block_p, block_in, block_out, warps, min(3, SHARED_BYTES // bytes_a_stage)
     block_in = min(64 if itemsize == 2 else 32, max(16, power_of_2(num_in)))
-    return 1, 64 if block_out <= 64 else 128, block_in, block_out, 8 if block_out >= 128 else 4, 3
+    return 1, 64 if block_out <= 64 else 128, block_in, block_out, warps, 3
 
 
 def gather_convolution(
@@ -157,9 +165,9 @@ def gather_convolution(
         )  # fmt: skip
 
 
-def weight_blocks(block_in: int, block_out: int, itemsize: int) -> tuple[int, int, int]:
+def weight_blocks(columns: int, block_out: int, itemsize: int) -> tuple[int, int, int]:
     """Pixels of one tile, warps and pipeline stages."""
-    return 64 if itemsize == 2 else 32, 8 if block_out * block_in >= 128 * 128 else 4, 3
+    return 64 if itemsize == 2 else 32, 8 if block_out * columns >= 128 * 128 else 4, 3
 
 
 def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: int, precision: str) -> None:
@@ -176,7 +184,7 @@ def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: 
     chunks, groups, size, _, num_out, num_in = dw.shape
     pixels = dy.shape[0] * dy.shape[2] * dy.shape[3]
     across, block_in, block_out, tiles = weight_tiles(num_in, num_out, size)
-    block_p, warps, stages = weight_blocks(block_in, block_out, x.dtype.itemsize)
+    block_p, warps, stages = weight_blocks(power_of_2(across) * block_in, block_out, x.dtype.itemsize)
     chunk = triton.cdiv(triton.cdiv(pixels, chunks), block_p) * block_p
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _weight_kernel[(chunks, groups, tiles)](
