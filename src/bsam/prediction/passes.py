@@ -138,7 +138,8 @@ class Passes:
     def _compiled(self, stack: dict[str, Tensor], inputs: Any) -> Tensor:
         """`_vmapped`, compiled for the shapes of this batch."""
         tensors: list[Tensor] = []
-        structure = map_tensors(lambda t: tensors.append(t) or (tuple(t.shape), t.dtype), inputs)
+        map_tensors(tensors.append, inputs)
+        structure = map_tensors(lambda t: (tuple(t.shape), t.dtype), inputs)
         key = (_num_samples(stack), repr(structure))
         if key not in self._programs:
             names = list(stack)

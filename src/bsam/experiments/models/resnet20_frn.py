@@ -91,7 +91,7 @@ class FilterResponseNorm(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The normalised and thresholded inputs."""
-        outputs: Tensor = _Normalise.apply(inputs, self.gamma, self.beta, self.tau, self.eps)[0]
+        outputs: Tensor = _Normalise.apply(inputs, self.gamma, self.beta, self.tau, self.eps)[0]  # type: ignore[no-untyped-call]
         return outputs
 
     def extra_repr(self) -> str:
