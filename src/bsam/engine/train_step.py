@@ -55,7 +55,7 @@ class TrainStep:
     Args:
         optimizer: BSAM, SAM or VOGN made with `module=`, or one of `torch.optim`.
         loss_fn: Returns the mean loss of the batch it is given, with weights it looks up in the module.
-        example_batch: A batch; only its shapes and types matter.
+        example_batch: A batch. Its shapes and types are compiled in, and whatever in it is no tensor.
         module: The model, where the optimizer does not know it.
         compile: False runs the traced formulas as they are.
         cuda_graph: Whether to capture the step: `"auto"` on CUDA, if the step is compiled.
@@ -68,7 +68,8 @@ class TrainStep:
         >>> model = nn.Linear(3, 2)
         >>> optimizer = BSAM(model.parameters(), lr=0.1, num_data=50, splits=2, module=model)
         >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
-        >>> step = TrainStep(optimizer, lambda x, y: nn.functional.cross_entropy(model(x), y), (x, y), compile=False)
+        >>> loss_fn = lambda x, y: nn.functional.cross_entropy(model(x), y)
+        >>> step = TrainStep(optimizer, loss_fn, (x, y), compile=False)
         >>> loss = step(x, y)
     """
 
