@@ -1,6 +1,8 @@
+import gc
 import io
 import math
 import os
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from bsam import metrics
 from bsam.batch_norm import recalibrate_batch_norm
 from bsam.posterior import DiagonalGaussian, PointMass
 from bsam.prediction import GaussianPredictions, Predictions, passes, predict
+from bsam.prediction.passes import _PROGRAMS
 
 D, K = 4, 3
 
@@ -833,3 +836,29 @@ def test_progress(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert len(run(True)) == 6
     assert not sys.stderr.getvalue()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_compiled_pass_is_kept_with_its_model_and_follows_it():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = bsam.BSAM(model.parameters(), num_data=10, module=model, betas=(0.9, 0.5))
+    x = torch.randn(20, 4)
+    for count in (1, 1):
+        for _ in range(5):
+            optimizer.step(lambda x: model(x).square().mean(), x)  # moves weights and running statistics
+        posterior = optimizer.posterior()
+        compiled = bsam.predict(model, posterior, x, batch_size=10, compile=True)
+        plain = bsam.predict(model, posterior, x, batch_size=10, vectorise=False)
+        torch.testing.assert_close(compiled.probs, plain.probs, rtol=0, atol=1e-6)
+        assert len(_PROGRAMS[model]) == count
+    before = len(_PROGRAMS)
+    del model, optimizer, posterior
+    gc.collect()
+    assert len(_PROGRAMS) == before - 1
+
+
+def test_only_a_vmapped_pass_can_be_compiled():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="leave vectorise=False out"):
+        bsam.predict(model, bsam.PointMass.from_model(model), torch.ones(1, 2), vectorise=False, compile=True)

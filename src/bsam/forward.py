@@ -31,11 +31,11 @@ class OutputModel(nn.Module):
     def __init__(self, model: nn.Module, forward: Forward | None) -> None:
         super().__init__()
         self.model = model
-        self._call = forward or call_model
+        self.call = forward or call_model
 
     def forward(self, inputs: Any) -> Tensor:
         """The outputs, one row an example."""
-        outputs = self._call(self.model, inputs)
+        outputs = self.call(self.model, inputs)
         if isinstance(outputs, Mapping) and "logits" in outputs:
             outputs = outputs["logits"]
         outputs = getattr(outputs, "logits", outputs)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,12 +60,12 @@ class Passes:
         # All samples in one chunk are drawn once and kept; several chunks are drawn again for every batch.
         self._kept = list(self._draw()) if self._parameters and self._chunk >= num_samples else None
 
-        vectorised = _launch_bound(device) if vectorise is None else vectorise
+        if compile and vectorise is False:
+            raise ValueError("compile=True compiles the vmapped pass: leave vectorise=False out.")
+        vectorised = compile or _launch_bound(device) if vectorise is None else vectorise
         self.computed_by = "mean" if not self._parameters else "vmap" if vectorised else "loop"
         self._forced = vectorise is True
         self._compile = compile
-        self._programs: dict[Any, _Program] = {}
-        """Compiled passes, by the shapes they were made for."""
         self._checked = False
 
     def average(self, inputs: Any, start: Callable[[], Average]) -> dict[str, Tensor | None]:
@@ -124,9 +126,9 @@ class Passes:
         self._tensors |= buffers
         self._keys |= {key: key for key in buffers}
 
-    def _vmapped(self, stack: dict[str, Tensor], inputs: Any) -> Tensor:
+    def _vmapped(self, stack: dict[str, Tensor], inputs: Any, fixed: dict[str, Tensor] | None = None) -> Tensor:
         def run(weights: dict[str, Tensor]) -> Tensor:
-            handed = {self._keys[name]: w for name, w in weights.items()}
+            handed = {self._keys[name]: w for name, w in weights.items()} | (fixed or {})
             outputs: Tensor = functional_call(self._model, handed, (inputs,))
             return outputs
 
@@ -136,20 +138,26 @@ class Passes:
         return outputs
 
     def _compiled(self, stack: dict[str, Tensor], inputs: Any) -> Tensor:
-        """`_vmapped`, compiled for the shapes of this batch."""
+        """`_vmapped`, compiled for the shapes of this batch, and kept for the next call with this model."""
         tensors: list[Tensor] = []
         map_tensors(tensors.append, inputs)
-        key = (_num_samples(stack), repr(map_tensors(lambda t: (tuple(t.shape), t.dtype), inputs)))
-        if key not in self._programs:
-            names = list(stack)
+        handed = {self._keys[name] for name in stack}
+        own = chain(self._model.named_parameters(), self._model.named_buffers())
+        rest = {name: tensor.detach() for name, tensor in own if name not in handed}  # else compiled in as constants
+        shapes = repr(map_tensors(lambda t: (tuple(t.shape), t.dtype), inputs))
+        call = self._model.call
+        key = (id(call), _num_samples(stack), tuple(stack), shapes)
+        programs = _PROGRAMS.setdefault(self._model.model, {})
+        if key not in programs or programs[key].function() is not call:
 
             def run(*flat: Tensor) -> list[Tensor]:
-                rows = iter(flat[len(names) :])
-                weights = dict(zip(names, flat, strict=False))
-                return [self._vmapped(weights, map_tensors(lambda _: next(rows), inputs))]
+                left = iter(flat)
+                weights = {name: next(left) for name in stack}
+                fixed = {name: next(left) for name in rest}
+                return [self._vmapped(weights, map_tensors(lambda _: next(left), inputs), fixed)]
 
-            self._programs[key] = _Program(run, [*stack.values(), *tensors])
-        return self._programs[key]([*stack.values(), *tensors])
+            programs[key] = _Program(run, [*stack.values()], [*rest.values(), *tensors], weakref.ref(call))
+        return programs[key]([*stack.values()], [*rest.values(), *tensors])
 
     def _write(self, stack: dict[str, Tensor], i: int) -> None:
         for name, values in stack.items():
@@ -178,26 +186,47 @@ class Passes:
 
 
 class _Program:
-    """A compiled function of tensors that are copied to where it reads them, captured in a CUDA graph on CUDA."""
+    """A compiled function of tensors that are copied to where it reads them, captured in a CUDA graph on CUDA.
 
-    def __init__(self, function: Callable[..., list[Tensor]], inputs: list[Tensor]) -> None:
+    Args:
+        function: Takes `weights` and `others`, returns a list of one tensor.
+        weights: Tensors that are copied again only when they are other ones.
+        others: Tensors that are copied in every call.
+        made_for: What the program belongs to; it may hold the model, so it is not kept alive.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., list[Tensor]],
+        weights: list[Tensor],
+        others: list[Tensor],
+        made_for: weakref.ref[Any],
+    ) -> None:
         from bsam.engine.tracing import Captured, compile_function
 
-        self._inputs = [t.clone() for t in inputs]
-        self._seen: list[Tensor] = []
-        compiled = compile_function(function, self._inputs)
-        device = inputs[0].device
-        self._run: Callable[[], Sequence[Tensor]] = lambda: compiled(*self._inputs)
+        inputs = [t.clone() for t in (*weights, *others)]
+        self._weights, self._others = inputs[: len(weights)], inputs[len(weights) :]
+        self.function = made_for
+        self._seen = [weakref.ref(t) for t in weights]
+        compiled = compile_function(function, inputs)
+        device = others[-1].device
+        self._run: Callable[[], Sequence[Tensor]] = lambda: compiled(*inputs)
         if device.type == "cuda":
             self._run = Captured(self._run, device, undo=lambda: None)
 
-    def __call__(self, inputs: list[Tensor]) -> Tensor:
+    def __call__(self, weights: list[Tensor], others: list[Tensor]) -> Tensor:
         """The output; it is overwritten by the next call."""
-        for i, (buffer, tensor) in enumerate(zip(self._inputs, inputs, strict=True)):
-            if not self._seen or self._seen[i] is not tensor:  # weights stay from batch to batch
+        for i, (buffer, tensor) in enumerate(zip(self._weights, weights, strict=True)):
+            if self._seen[i]() is not tensor:
                 buffer.copy_(tensor)
-        self._seen = inputs
+        self._seen = [weakref.ref(t) for t in weights]
+        for buffer, tensor in zip(self._others, others, strict=True):
+            buffer.copy_(tensor)
         return self._run()[0]
+
+
+_PROGRAMS: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Program]] = weakref.WeakKeyDictionary()
+"""Compiled passes of each model that is alive, by what they were compiled for."""
 
 
 def _launch_bound(device: torch.device) -> bool:
