@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import bsam
 from bsam import metrics
 from bsam.batch_norm import recalibrate_batch_norm
 from bsam.posterior import DiagonalGaussian, PointMass
@@ -846,7 +847,7 @@ def test_a_compiled_pass_is_kept_with_its_model_and_follows_it():
     x = torch.randn(20, 4)
     for count in (1, 1):
         for _ in range(5):
-            optimizer.step(lambda x: model(x).square().mean(), x)  # moves weights and running statistics
+            optimizer.step(lambda x, model=model: model(x).square().mean(), x)  # moves weights and statistics
         posterior = optimizer.posterior()
         compiled = bsam.predict(model, posterior, x, batch_size=10, compile=True)
         plain = bsam.predict(model, posterior, x, batch_size=10, vectorise=False)
