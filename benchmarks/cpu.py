@@ -85,6 +85,13 @@ def ours(make: Callable[[Any], Any]) -> Callable[..., Callable[[], Any]]:
     return prepare
 
 
+def compiled(x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
+    model = make_model("mlp", num_classes=10, image_shape=(1, 28, 28), seed=0)
+    optimizer = bsam.BSAM(model.parameters(), lr=0.1, num_data=60_000, module=model)
+    step = bsam.TrainStep(optimizer, lambda x, y: F.cross_entropy(model(x), y), (x, y))
+    return lambda: step(x, y)
+
+
 def ivon(x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
     from ivon import IVON
 
@@ -121,6 +128,7 @@ CONTESTANTS: dict[str, Callable[..., Callable[[], Any]]] = {
     "Adam": plain(lambda p: torch.optim.Adam(p, lr=1e-3)),
     "SGD": plain(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
     "BSAM": ours(lambda m: bsam.BSAM(m.parameters(), lr=0.1, num_data=60_000, module=m)),
+    "BSAM, compiled (TrainStep)": compiled,
     "SAM (SGD)": ours(lambda m: bsam.SAM(m.parameters(), torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9, module=m)),
     "IVON (ivon-opt)": ivon,
     "SAM (pytorch_optimizer)": peer_sam,

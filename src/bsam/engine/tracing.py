@@ -26,8 +26,6 @@ def compile_function(function: Function, inputs: list[Tensor], *, least_groups: 
         inputs: Examples. Shapes, types and devices of later calls must be the same.
         least_groups: Convolutions with fewer groups are left to cuDNN.
     """
-    from torch._inductor import compile as compile_graph
-
     table = decompositions(least_groups=least_groups) if better_on(inputs[0].device) else {}
     # cuDNN's BatchNorm converts the layout of images, which vmap cannot do; traced without it, it is compiled too.
     with torch.backends.cudnn.flags(enabled=False, allow_tf32=torch.backends.cudnn.allow_tf32):
@@ -38,7 +36,9 @@ def compile_function(function: Function, inputs: list[Tensor], *, least_groups: 
     graph.graph.eliminate_dead_code()
     graph.recompile()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\._inductor")  # hints on speed, not in the user's hands
+        warnings.simplefilter("ignore")  # the compiler's own: deprecations, hints on speed
+        from torch._inductor import compile as compile_graph
+
         compiled: Function = compile_graph(graph, inputs)  # type: ignore[arg-type]
     return compiled
 

@@ -22,5 +22,5 @@ def plus_quotient(a: Tensor, b: Tensor, c: Tensor, weight: float | Tensor) -> Te
 
 
 def average(a: Tensor, b: Tensor, keep: float | Tensor) -> Tensor:
-    """keep a + (1 - keep) b."""
-    return keep * a + (1 - keep) * b if isinstance(keep, Tensor) else torch.lerp(b, a, keep)
+    """keep a + (1 - keep) b, which may be written into b."""
+    return keep * a + (1 - keep) * b if isinstance(keep, Tensor) else b.lerp_(a, keep)

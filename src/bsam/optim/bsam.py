@@ -57,7 +57,7 @@ __all__ = ["BSAM", "curvature", "perturbed", "posterior_std", "update"]
 
 def posterior_std(s: Tensor, N: float) -> Tensor:
     """The posterior's standard deviation sigma = 1 / sqrt(N s)."""
-    return (N * s).rsqrt()  # line 3
+    return (N * s).rsqrt_()  # line 3
 
 
 def perturbed(omega: Tensor, g: Tensor, s: Tensor, rho: float | Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def perturbed(omega: Tensor, g: Tensor, s: Tensor, rho: float | Tensor) -> Tenso
 
 def curvature(abs_g: Tensor, s: Tensor) -> Tensor:
     """The curvature h = sqrt(s) |g|: the optimal precision b* of the biconjugate, appendix E.1."""
-    return s.sqrt() * abs_g  # line 8
+    return s.sqrt().mul_(abs_g)  # line 8
 
 
 def update(

@@ -79,7 +79,7 @@ def update(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The new (mu, m, s); `started` is false in the first step."""
     m = plus(plus(g_hat, mu, delta), m, beta1)  # line 7: beta1 m + g_hat + delta mu
-    s = torch.where(started, average(s, h_hat, beta2), h_hat)  # lines 1, 8: beta2 s + (1 - beta2) h_hat
+    s = torch.where(started, average(s, h_hat.clone(), beta2), h_hat)  # lines 1, 8: beta2 s + (1 - beta2) h_hat
     mu = plus_quotient(mu, m, s + (delta + gamma), -alpha)  # line 9: mu - alpha m / (s + delta + gamma)
     return mu, m, s
 

@@ -254,7 +254,9 @@ def _theory(record: dict[str, Any] | None) -> dict[str, list[tuple[str, str]]]:
     return {name.replace("_", " "): list(_flat(values)) for name, values in figures.items()}
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flat(values: dict[str, Any] | list[dict[str, Any]], prefix: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(values, list):
+        values = {str(number): value for number, value in enumerate(values, start=1)}
     for name, value in values.items():
         full = prefix + name.replace("_", " ")
         if isinstance(value, dict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -78,6 +78,7 @@ def time_step(config: Config, device: torch.device) -> float:
         for values in (info.mean, info.std)
     )
     data = (images, labels)
+    config = replace(config, swag_interval=1)  # or these few batches would be too few for SWAG
     steps = Trainer(config, Dataset(info, data, data, data, mean, std), seed=0).steps()
     seconds = [_time_next(steps, device)]
     if seconds[0] < _ENOUGH_SECONDS:
