@@ -23,7 +23,8 @@ def test_steps_are_counted_with_and_without_the_ragged_batch(name, steps):
 
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_the_count_is_what_a_run_does(drop_last):
-    config = replace(scaled("table6/mnist/swag", "tiny"), epochs=1, swag_epochs=1, batch_size=64, drop_last=drop_last)
+    short = {"epochs": 1, "swag_epochs": 1, "swag_interval": 2, "batch_size": 64, "drop_last": drop_last}
+    config = replace(scaled("table6/mnist/swag", "tiny"), **short)
     trainer = Trainer(config, load("digits", validation=config.validation), seed=0)
     done = sum(1 for _ in trainer.steps()) - config.total_epochs  # an epoch's end is no step
     assert num_steps(config) == done
