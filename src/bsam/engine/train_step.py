@@ -8,8 +8,8 @@ of bSAM is a kernel of its own, because it keeps its noise in registers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,15 @@ from bsam.forward import map_tensors
 from bsam.gradients import LossFunction, LossModule, keys_of, reached_by
 from bsam.optim.base import all_finite, clip_gradient
 from bsam.optim.batch import split_batch
+from bsam.optim.bsam import BSAM
 from bsam.optim.gaussian import GaussianOptimizer
 from bsam.optim.probing import Slot
-from bsam.optim.together import probe_stack, why_not
+from bsam.optim.sam import SAM
+from bsam.optim.together import GradAtStack, probe_stack, why_not
 from bsam.optim.vogn import VOGN
+
+if TYPE_CHECKING:
+    from bsam.engine.program import Program
 
 __all__ = ["TrainStep"]
 
@@ -183,6 +188,9 @@ class TrainStep:
 
         self._fill(_tensors(self._example))
         self._send_rates()
+        looks_twice = isinstance(method, BSAM | SAM)
+        self._gradient = self._compile_gradient(least_groups) if compile and looks_twice else None
+        """Gradients at given weights: compiled once, where a step asks for them twice."""
         flat, self._spec = pytree.tree_flatten(self._inputs())
         function = (
             compile_function(self._flat_step, flat, least_groups=least_groups)
@@ -273,7 +281,7 @@ class TrainStep:
         cut = [t.unflatten(0, (self._splits, -1)) for t in given["batch"]]
         loss_module = LossModule(self.modules[0], self._loss_fns[0])
         losses, statistics, moved = probe_stack(
-            method, slots, loss_module, self._unpack, self._pack, theta, self._part, cut, buffers
+            method, slots, loss_module, self._unpack, self._pack, theta, self._part, cut, buffers, self._gradient
         )
         finite = all_finite([*losses, *(t for tensors in statistics.values() for t in tensors)])
         clip_gradient(statistics["gradient"], method._option("max_grad_norm"))
@@ -290,6 +298,24 @@ class TrainStep:
             "refused": (~finite).float(),
             "gradients": gradients,
         }
+
+    def _compile_gradient(self, least_groups: int) -> Program:
+        """`GradAtStack.evaluate_all`, for one run, or for all of them under vmap."""
+        from bsam.engine.program import Program
+
+        def stack(tensors: Iterable[Tensor]) -> list[Tensor]:
+            return [t[:, None].expand(-1, self._splits, *t.shape[1:]) for t in tensors]
+
+        weights = stack(pack.weights.to(pack.runs[0][0].dtype) for pack in self._packs)
+        rows = [t.reshape(len(t), self._splits, -1, *t.shape[2:]) for t in self._batch]
+        buffers = dict(zip(self._buffers, stack(self._buffers.values()), strict=True))
+        loss_module = LossModule(self.modules[0], self._loss_fns[0])
+        grad_at = GradAtStack(loss_module, self._unpack, self._pack, self._part, [], {}, lambda _: frozenset())
+        if len(self.optimizers) == 1:
+            arguments = pytree.tree_map(lambda t: t[0], (weights, rows, buffers))
+            return Program(grad_at.evaluate_all, arguments, stacked=False, least_groups=least_groups)
+        together = torch.vmap(grad_at.evaluate_all, randomness="different")
+        return Program(together, (weights, rows, buffers), stacked=True, least_groups=least_groups)
 
     def _unpack(self, weights: list[Tensor]) -> dict[str, Tensor]:
         return {

@@ -28,11 +28,13 @@ from bsam.optim.probing import Prober, Slot, Tally
 if TYPE_CHECKING:
     from bsam.optim.base import ProbingOptimizer
 
-__all__ = ["Parts", "Together", "probe_stack", "stack_parts", "why_not"]
+__all__ = ["GradAtStack", "Parts", "Together", "probe_stack", "stack_parts", "why_not"]
 
 Parts = list[tuple[tuple[Any, ...], int]]
 Unpack = Callable[[list[Tensor]], dict[str, Tensor]]
 Pack = Callable[[Sequence[Tensor]], list[Tensor]]
+Evaluate = Callable[[list[Tensor], list[Tensor], dict[str, Tensor]], tuple[list[Tensor], Tensor, dict[str, Tensor]]]
+"""Weights, tensors of the batch and buffers, stacked, to gradients, losses and moved buffers."""
 
 
 def why_not(module: nn.Module, policy: str, parts: Parts) -> str | None:
@@ -88,6 +90,8 @@ class GradAtStack:
     ) -> None:
         self._loss_module, self._unpack, self._pack = loss_module, unpack, pack
         self._example, self._tensors, self._frozen = example, tensors, frozen
+        self.evaluate: Evaluate = self.evaluate_all
+        """What finds the gradients: `evaluate_all`, or a compiled form of it."""
         self.buffers = buffers
         """Of the loss module, as the passes so far left them."""
         self.losses: list[Tensor] = []
@@ -95,6 +99,16 @@ class GradAtStack:
 
     def __call__(self, weights: Iterable[Tensor]) -> list[Tensor]:
         """The gradients, one a slot."""
+        gradients, losses, moved = self.evaluate(list(weights), self._tensors, self.buffers)
+        frozen = self._frozen(len(self.losses))
+        self.buffers = {name: self.buffers[name] if name in frozen else b for name, b in moved.items()}
+        self.losses.append(losses.detach())
+        return [gradient.detach() for gradient in gradients]
+
+    def evaluate_all(
+        self, weights: list[Tensor], tensors: list[Tensor], buffers: dict[str, Tensor]
+    ) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
+        """Gradients, losses and moved buffers of all sub-batches, as a function of tensors alone."""
 
         def one(
             weights: list[Tensor], rows: list[Tensor], buffers: dict[str, Tensor]
@@ -112,11 +126,8 @@ class GradAtStack:
                 gradients = pullback(torch.ones_like(loss))
             return self._pack(gradients), loss, moved
 
-        gradients, losses, moved = _vmap(one)(list(weights), self._tensors, self.buffers)
-        frozen = self._frozen(len(self.losses))
-        self.buffers = {name: self.buffers[name] if name in frozen else b for name, b in moved.items()}
-        self.losses.append(losses.detach())
-        return [gradient.detach() for gradient in gradients]
+        found: tuple[list[Tensor], Tensor, dict[str, Tensor]] = _vmap(one)(weights, tensors, buffers)
+        return found
 
     def moments(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Mean and mean square of the gradients of the examples, one tensor a slot each; buffers do not move."""
@@ -267,6 +278,7 @@ def probe_stack(
     example: tuple[Any, ...],
     tensors: list[Tensor],
     buffers: dict[str, Tensor],
+    evaluate: Evaluate | None = None,
 ) -> tuple[list[Tensor], dict[str, list[Tensor]], dict[str, Tensor]]:
     """Mean losses of each pass and mean statistics over all sub-batches, and the buffers of the first.
 
@@ -280,6 +292,7 @@ def probe_stack(
         example: See `GradAtStack`.
         tensors: See `GradAtStack`.
         buffers: See `GradAtStack`.
+        evaluate: What finds the gradients, if not `GradAtStack.evaluate_all`.
     """
     statistics_of_norms = frozenset(
         f"module.{name}.{buffer}"
@@ -293,6 +306,8 @@ def probe_stack(
         return frozenset() if bn.moves_statistics(policy, 0, pass_index) else statistics_of_norms
 
     grad_at, tally = GradAtStack(loss_module, unpack, pack, example, tensors, buffers, frozen), StackTally()
+    if evaluate is not None:
+        grad_at.evaluate = evaluate
     optimizer._probe(slots, theta, grad_at, tally)
     losses = [loss.mean(0) for loss in grad_at.losses]
     return losses, tally.means, {name: b[0] for name, b in grad_at.buffers.items()}

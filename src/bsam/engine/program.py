@@ -1,0 +1,95 @@
+"""A compiled function as one operator, so that a traced step can call it twice and it is compiled once.
+
+A step of bSAM or SAM runs the network forward and backward two times, at different weights. Traced as it is, the
+compiler would see two networks. `Program` compiles one, and `bsam::program` stands for it in the trace of the step.
+Methods that train the same network share it in the compiler's cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from bsam.engine.tracing import compile_function
+
+__all__ = ["Program"]
+
+_NUMBERS = itertools.count()
+_PROGRAMS: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
+
+
+class Program:
+    """A function of trees of tensors, compiled.
+
+    Args:
+        function: Takes trees of tensors, returns one.
+        arguments: Examples. Shapes and types of later ones must be the same.
+        stacked: The arguments have a dimension of runs in front: the program is called for one of them under vmap.
+        least_groups: See `compile_function`.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], *, stacked: bool, least_groups: int
+    ) -> None:
+        flat, spec = pytree.tree_flatten(arguments)
+        flat = [t.contiguous() for t in flat]
+
+        def of_flat(*tensors: Tensor) -> list[Tensor]:
+            outputs, self._spec = pytree.tree_flatten(function(*pytree.tree_unflatten(list(tensors), spec)))
+            return outputs
+
+        self._compiled = compile_function(of_flat, flat, least_groups=least_groups)
+        with torch.no_grad():
+            outputs = self._compiled(*flat)
+        self._like = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in outputs]
+        self._device, self._stacked = flat[0].device, stacked
+        self._number = next(_NUMBERS)
+        _PROGRAMS[self._number] = self
+
+    def __call__(self, *arguments: Any) -> Any:
+        """What the function returns; may be traced, and under vmap over the runs if the program is stacked."""
+        flat = [t.contiguous() for t in pytree.tree_leaves(arguments)]
+        outputs = torch.ops.bsam.program(self._number, self._stacked, flat)
+        return pytree.tree_unflatten(list(outputs), self._spec)
+
+    def run(self, inputs: list[Tensor]) -> list[Tensor]:
+        """The outputs."""
+        return list(self._compiled(*inputs))
+
+    def fake(self, one_run: bool) -> list[Tensor]:
+        """Tensors like the outputs; like those of one run, if there is a dimension of runs."""
+        first = 1 if one_run else 0
+        return [
+            torch.empty_strided(t.shape[first:], t.stride()[first:], dtype=t.dtype, device=self._device)
+            for t in self._like
+        ]
+
+
+@torch.library.custom_op("bsam::program", mutates_args=())
+def _program(number: int, one_run: bool, inputs: Sequence[Tensor]) -> list[Tensor]:
+    if one_run:
+        raise RuntimeError("a program for several runs was called for one: it belongs under vmap over them.")
+    return _PROGRAMS[number].run(list(inputs))
+
+
+@_program.register_fake
+def _(number: int, one_run: bool, inputs: Sequence[Tensor]) -> list[Tensor]:
+    return _PROGRAMS[number].fake(one_run)
+
+
+@_program.register_vmap
+def _(
+    info: Any, dims: tuple[Any, ...], number: int, one_run: bool, inputs: Sequence[Tensor]
+) -> tuple[list[Tensor], list[int]]:
+    stacks = [
+        t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+        for t, dim in zip(inputs, dims[2], strict=True)
+    ]
+    outputs = torch.ops.bsam.program(number, False, [t.contiguous() for t in stacks])
+    return outputs, [0] * len(outputs)
