@@ -163,14 +163,14 @@ class Map:
     labels: Tensor
 
 
-def moons(demo: Demo, advance: Advance = _no_progress) -> dict[str, Map]:
+def moons(demo: Demo, advance: Advance = _no_progress, *, seed: int = 0) -> dict[str, Map]:
     """Train each method on two moons; return its predictive probabilities around them."""
     xs, ys = torch.linspace(-3.5, 4.5, 120), torch.linspace(-3.0, 3.5, 100)
     grid = torch.cartesian_prod(ys, xs).flip(1)
     maps = {}
     for method, config in demo.moons.items():
         dataset = load(config.dataset)
-        trainer = Trainer(config, dataset, seed=0)
+        trainer = Trainer(config, dataset, seed=seed)
         for _ in trainer.steps():
             pass
         with warnings.catch_warnings():

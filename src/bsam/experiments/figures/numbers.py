@@ -11,7 +11,7 @@ import numpy as np
 
 from bsam.experiments.figures.data_sets import DataSets, compute_data_sets, prior_name
 from bsam.experiments.figures.logistic import METHODS, Logistic, compute_logistic
-from bsam.experiments.figures.moons import Moons, compute_moons
+from bsam.experiments.figures.moons import FORGETFUL, Moons, compute_moons
 from bsam.experiments.figures.objectives import (
     Neighbourhood,
     Smoothing,
@@ -133,6 +133,9 @@ def of_moons(result: Moons) -> dict[str, Any]:
     return {
         "certain_far_away": {name: _rounded(result.certain_far_away(name)) for name in result.maps},
         "training_accuracy": {name: _rounded(result.accuracy(name)) for name in result.maps},
+        "training_accuracy_of_seeds": {
+            FORGETFUL: [None if accuracy is None else _rounded(accuracy) for accuracy in result.forgetful]
+        },
     }
 
 

@@ -262,7 +262,8 @@ def _flat(values: dict[str, Any] | list[dict[str, Any]], prefix: str = "") -> It
         if isinstance(value, dict):
             yield from _flat(value, f"{full}: ")
         else:
-            yield full, ", ".join(f"{x:g}" for x in (value if isinstance(value, list) else [value]))
+            listed = value if isinstance(value, list) else [value]
+            yield full, ", ".join("not finite" if x is None else f"{x:g}" for x in listed)
 
 
 def _machine(environment: dict[str, Any]) -> str:
