@@ -354,7 +354,7 @@ def shape(value):
         return {key: shape(part) for key, part in value.items()}
     if isinstance(value, list):
         return [shape(part) for part in value]
-    return "number" if isinstance(value, int | float) else type(value).__name__
+    return "number" if value is None or isinstance(value, int | float) else type(value).__name__  # None: not finite
 
 
 class TestRecord:
