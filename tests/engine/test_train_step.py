@@ -250,19 +250,36 @@ def test_16_bit_weights_keep_a_state_of_32():
     assert {t.dtype for t in ours.optimizer.state[ours.model[0].weight].values()} == {torch.float32, torch.int64}
 
 
-@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler"
+)
+
+
+@needs_compiler
 def test_a_compiled_step_is_that_of_the_loop():
     ours, plain = Run("BSAM"), Run("BSAM")
     batches = batches_of("mlp", 5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the compiler's own imports
-        step = ours.engine(batches[0], compile=True)
+    step = ours.engine(batches[0], compile=True)
     for batch in batches:
         assert_close(step(*batch), plain.loop(*batch))
     ours.optimizer.param_groups[0]["lr"] = plain.optimizer.param_groups[0]["lr"] = 0.01
     for batch in batches:
         assert_close(step(*batch), plain.loop(*batch))
     assert_close(ours.state(), plain.state())
+
+
+@needs_compiler
+def test_compiled_runs_together_are_each_alone():
+    """The network is compiled once for all runs, and called for each under vmap, twice a step."""
+    together, alone = ([Run("SAM-SGD", "normalised", seed=seed) for seed in (0, 1)] for _ in range(2))
+    batches = batches_of("normalised", 2)
+    step = stacked(together, batches, compile=True)
+    for _ in range(3):
+        losses = step(*stack(batches))
+        for run, batch, loss in zip(alone, batches, losses, strict=True):
+            assert_close(loss, run.loop(*batch))
+    for one, other in zip(together, alone, strict=True):
+        assert_close(one.state(), other.state())
 
 
 # ---------------------------------------------------------------------- weights and state stay the model's
