@@ -1,6 +1,7 @@
 """Ranks as splits, with two real processes on the CPU."""
 
 import copy
+import gc
 import pickle
 from datetime import timedelta
 
@@ -72,6 +73,12 @@ def result(model, optimizer, losses):
     }
 
 
+def leave():
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+
+
 def run_rank(rank, kind, policy, folder, sizes):
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
@@ -82,7 +89,8 @@ def run_rank(rank, kind, policy, folder, sizes):
     start = sum(sizes[:rank])
     losses = train(kind, model, optimizer, slice(start, start + sizes[rank]))
     torch.save(result(model, optimizer, losses), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    del model, optimizer  # they hold the group, whose threads must have ended when the process does
+    leave()
 
 
 @pytest.mark.parametrize("kind", ["BSAM", "SAM-SGD", "SAM-Adam", "VOGN"])
@@ -114,9 +122,10 @@ def run_poisoned_rank(rank, folder):
     optimizer = bsam.BSAM(model.parameters(), num_data=24, nonfinite="skip", process_group=dist.group.WORLD)
     for step in range(3):
         bad = float("nan") if (rank, step) == (1, 1) else 1.0
-        optimizer.step(lambda x, y, b=bad: nn.functional.cross_entropy(model(x), y) * b, *data(step))
+        optimizer.step(lambda x, y, b=bad, m=model: nn.functional.cross_entropy(m(x), y) * b, *data(step))
     torch.save({"skipped": optimizer.skipped_steps, **model.state_dict()}, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    del model, optimizer
+    leave()
 
 
 def test_a_number_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_path):
