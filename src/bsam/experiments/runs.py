@@ -241,31 +241,11 @@ def train_runs(
         every_epochs: See `Run.train`.
         on_step: See `Run.train`.
     """
-    with contextlib.ExitStack() as locks:
-        for run in runs:
-            locks.enter_context(_locked(run.folder / "config.toml"))
-        try:
-            for each in {folder, *(run.folder for run in runs)}:
-                remove_leftovers(each)
-            _train_locked(runs, folder, save, every_minutes, every_epochs, on_step)
-        except OSError as error:
-            sentence = f"{error.strerror or error}. Then go on with: {_resume_command(folder)}"
-            raise OSError(error.errno, sentence) from error
-
-
-def _train_locked(
-    runs: list[Run],
-    folder: Path,
-    save: Callable[[], None],
-    every_minutes: float,
-    every_epochs: int | None,
-    on_step: Callable[[Trainer], None],
-) -> None:
     trainer = runs[0].trainer
-    for run in runs:
-        run._write_log()  # drops lines of epochs after the checkpoint, which will be trained again
-    saved = time.monotonic()
-    with _signals_kept() as arrived:
+    with _held(runs, folder), _signals_kept() as arrived:
+        for run in runs:
+            run._write_log()  # drops lines of epochs after the checkpoint, which will be trained again
+        saved = time.monotonic()
         for _ in train_together([run.trainer for run in runs], compiled=runs[0].compiled):
             on_step(trainer)
             epoch_done = trainer.batch == 0
@@ -285,6 +265,21 @@ def _train_locked(
         for run in runs:
             run.trainer.posterior().save(run.folder / "posterior.safetensors")
             run._write_record(together=len(runs))
+
+
+@contextlib.contextmanager
+def _held(runs: list[Run], folder: Path) -> Iterator[None]:
+    """Keep other processes from the runs; an error of the disk says how to go on with `folder`."""
+    with contextlib.ExitStack() as locks:
+        for run in runs:
+            locks.enter_context(_locked(run.folder / "config.toml"))
+        try:
+            for each in {folder, *(run.folder for run in runs)}:
+                remove_leftovers(each)
+            yield
+        except OSError as error:
+            sentence = f"{error.strerror or error}. Then go on with: {_resume_command(folder)}"
+            raise OSError(error.errno, sentence) from error
 
 
 def remembered_data(folder: Path) -> Path | None:
