@@ -180,9 +180,9 @@ def test_other_convolutions_are_left_alone(make):
 def test_sizes_of_tiles():
     assert [power_of_2(n) for n in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
     for num_in, num_out, size in ((3, 16, 3), (64, 64, 3), (200, 130, 3), (16, 32, 1), (1, 6, 5)):
-        across, block_in, block_out, tiles = weight_tiles(num_in, num_out, size)
-        assert size % across == 0
-        assert tiles * across * block_in * block_out >= size * size * num_in * num_out
+        taps, block_in, block_out, tiles = weight_tiles(num_in, num_out, size)
+        assert size * size % taps == 0
+        assert tiles * taps * block_in * block_out >= size * size * num_in * num_out
 
 
 # ---------------------------------------------------------------------- kernels

@@ -193,12 +193,12 @@ def power_of_2(number: int) -> int:
 def weight_tiles(num_in: int, num_out: int, size: int) -> tuple[int, int, int, int]:
     """Of the weight gradient: taps, input and output channels of one tile, and how many tiles there are.
 
-    A tile of few input channels takes a row of taps at once, so that the matrix product is not too narrow.
+    A tile of few input channels takes several taps at once, so that the matrix product is not too narrow.
     """
-    across = size if num_in <= 32 and 1 < size <= 8 else 1
+    taps = size if num_in <= 32 and 1 < size <= 8 else 1
     block_in, block_out = min(128, power_of_2(num_in)), min(128, max(16, power_of_2(num_out)))
-    block_in = max(block_in, 16 // power_of_2(across))  # products have 16 columns at least
-    return across, block_in, block_out, size * size // across * -(-num_in // block_in) * -(-num_out // block_out)
+    block_in = max(block_in, 16 // power_of_2(taps))  # products have 16 columns at least
+    return taps, block_in, block_out, size * size // taps * -(-num_in // block_in) * -(-num_out // block_out)
 
 
 def num_chunks(dy: Tensor, num_in: int, num_out: int, size: int, groups: int) -> int:

@@ -28,7 +28,7 @@ __all__ = ["gather_convolution", "weight_gradient"]
 def _gather_kernel(  # type: ignore[no-untyped-def]
     x, w, y, images, in_height, in_width, out_height, out_width,
     IN: tl.constexpr, OUT: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, TRANSPOSED: tl.constexpr, TAPS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
     # With a stride, the transposed convolution reaches a pixel through those taps only that its row and column allow:
@@ -48,28 +48,40 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     taps_down = (SIZE - first_row + STEP - 1) // STEP
     taps_across = (SIZE - first_column + STEP - 1) // STEP
 
-    # A turn takes WIDE taps of one row and a block of channels: K = WIDE x BLOCK_IN terms of the sum.
+    # A turn takes TAPS taps and a block of channels: K = TAPS x BLOCK_IN terms of the sum.
     o = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    k = tl.arange(0, WIDE * BLOCK_IN)
+    k = tl.arange(0, TAPS * BLOCK_IN)
     BLOCKS: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
-    rows_of_turns = (taps_across + WIDE - 1) // WIDE
     total = tl.zeros((BLOCK_P, BLOCK_OUT), dtype=tl.float32)
-    for turn in range(taps_down * rows_of_turns * BLOCKS):
-        tap_row = first_row + turn // (rows_of_turns * BLOCKS) * STEP
-        tap = turn // BLOCKS % rows_of_turns * WIDE + k // BLOCK_IN
-        tap_column = first_column + tap * STEP
+    for turn in range((taps_down * taps_across + TAPS - 1) // TAPS * BLOCKS):
         c = turn % BLOCKS * BLOCK_IN + k % BLOCK_IN
-        used = (tap < taps_across) & (c < IN)
-        if TRANSPOSED:
-            i = (row + PAD - tap_row) // STRIDE
-            j = (column[:, None] + PAD - tap_column[None, :]) // STRIDE
-            inside = (here & (row + PAD >= tap_row))[:, None] & (column[:, None] + PAD >= tap_column[None, :])
+        if TAPS == 1:
+            tap = turn // BLOCKS
+            tap_row, tap_column = first_row + tap // taps_across * STEP, first_column + tap % taps_across * STEP
+            used = c < IN
+            if TRANSPOSED:
+                i, j = (row + PAD - tap_row) // STRIDE, (column + PAD - tap_column) // STRIDE
+                inside = here & (row + PAD >= tap_row) & (column + PAD >= tap_column)
+            else:
+                i, j = row * STRIDE + tap_row - PAD, column * STRIDE + tap_column - PAD
+                inside = here & (i >= 0) & (j >= 0)
+            inside = (inside & (i < in_height) & (j < in_width))[:, None]
+            at = ((image * in_height + i) * in_width + j)[:, None]
         else:
-            i = row * STRIDE + tap_row - PAD
-            j = column[:, None] * STRIDE + tap_column[None, :] - PAD
-            inside = (here & (i >= 0))[:, None] & (j >= 0)
-        inside = inside & (i < in_height)[:, None] & (j < in_width) & used[None, :]
-        at = ((image * in_height + i) * in_width)[:, None] + j
+            tap = turn // BLOCKS * TAPS + k // BLOCK_IN
+            tap_row, tap_column = first_row + tap // taps_across * STEP, first_column + tap % taps_across * STEP
+            used = (tap < taps_down * taps_across) & (c < IN)
+            if TRANSPOSED:
+                down, across = row[:, None] + PAD - tap_row[None, :], column[:, None] + PAD - tap_column[None, :]
+                i, j = down // STRIDE, across // STRIDE
+                inside = here[:, None] & (down >= 0) & (across >= 0)
+            else:
+                i = row[:, None] * STRIDE + tap_row[None, :] - PAD
+                j = column[:, None] * STRIDE + tap_column[None, :] - PAD
+                inside = here[:, None] & (i >= 0) & (j >= 0)
+            inside = inside & (i < in_height) & (j < in_width)
+            at = (image[:, None] * in_height + i) * in_width + j
+        inside = inside & used[None, :]
         xs = tl.load(x + at * (GROUPS * IN) + (group * IN + c)[None, :], mask=inside, other=0.0)
         of = ((group * SIZE + tap_row) * SIZE + tap_column) * IN + c
         ws = tl.load(w + of[:, None] * OUT + o[None, :], mask=used[:, None] & (o[None, :] < OUT), other=0.0)
@@ -82,41 +94,42 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 def _weight_kernel(  # type: ignore[no-untyped-def]
     x, dy, dw, pixels, in_height, in_width, out_height, out_width, chunk,
     IN: tl.constexpr, OUT: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    SIZE: tl.constexpr, TAPS: tl.constexpr, WIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
-    # A program takes ACROSS neighbouring taps, padded to WIDE, and a block of input and of output channels.
-    TILES: tl.constexpr = SIZE // ACROSS
+    # A program takes TAPS taps, padded to WIDE, and a block of input and of output channels.
+    TILES: tl.constexpr = SIZE * SIZE // TAPS
     BLOCKS: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
     part, group, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    tap_row, first_tap = tile // TILES % SIZE, tile % TILES * ACROSS
-    rest = tile // (TILES * SIZE)
     n = tl.arange(0, WIDE * BLOCK_IN)
-    tap_column, c = first_tap + n // BLOCK_IN, rest % BLOCKS * BLOCK_IN + n % BLOCK_IN
-    o = rest // BLOCKS * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    used = (tap_column < first_tap + ACROSS) & (c < IN)
+    tap = tile % TILES * TAPS + n // BLOCK_IN
+    tap_row, tap_column = tap // SIZE, tap % SIZE
+    block = tile // TILES
+    c = block % BLOCKS * BLOCK_IN + n % BLOCK_IN
+    o = block // BLOCKS * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    used = (n // BLOCK_IN < TAPS) & (c < IN)
     total = tl.zeros((BLOCK_OUT, WIDE * BLOCK_IN), dtype=tl.float32)
     end = tl.minimum(part * chunk + chunk, pixels)
     for first in range(part * chunk, end, BLOCK_P):
         p = first + tl.arange(0, BLOCK_P)
         here = p < end
-        i = p // out_width % out_height * STRIDE + tap_row - PAD
-        j = p % out_width * STRIDE - PAD
-        inside = here & (i >= 0) & (i < in_height)
-        at = ((p // (out_width * out_height) * in_height + i) * in_width + j) * (GROUPS * IN) + group * IN
-        if ACROSS == 1:
-            inside = inside & (j + first_tap >= 0) & (j + first_tap < in_width)
-            columns = inside[:, None] & used[None, :]
+        row, column = p // out_width % out_height * STRIDE - PAD, p % out_width * STRIDE - PAD
+        image = p // (out_width * out_height) * in_height
+        if TAPS == 1:
+            i, j = row + tile % TILES // SIZE, column + tile % TILES % SIZE
+            inside = (here & (i >= 0) & (i < in_height) & (j >= 0) & (j < in_width))[:, None]
+            at = ((image + i) * in_width + j)[:, None]
         else:
-            j2 = j[:, None] + tap_column[None, :]
-            columns = inside[:, None] & (j2 >= 0) & (j2 < in_width) & used[None, :]
-        xs = tl.load(x + at[:, None] + (tap_column * (GROUPS * IN) + c)[None, :], mask=columns, other=0.0)
+            i, j = row[:, None] + tap_row[None, :], column[:, None] + tap_column[None, :]
+            inside = here[:, None] & (i >= 0) & (i < in_height) & (j >= 0) & (j < in_width)
+            at = (image[:, None] + i) * in_width + j
+        inside = inside & used[None, :]
+        xs = tl.load(x + at * (GROUPS * IN) + (group * IN + c)[None, :], mask=inside, other=0.0)
         of = dy + (p * (GROUPS * OUT) + group * OUT)[:, None] + o[None, :]
         ds = tl.load(of, mask=here[:, None] & (o[None, :] < OUT), other=0.0)
         total = tl.dot(tl.trans(ds), xs, total, input_precision=PRECISION)
-    of = ((part * GROUPS + group) * SIZE + tap_row) * SIZE + tap_column
-    to = (of * OUT)[None, :] + o[:, None]
-    tl.store(dw + to * IN + c[None, :], total, mask=(o[:, None] < OUT) & used[None, :])
+    of = ((part * GROUPS + group) * SIZE * SIZE + tap) * OUT
+    tl.store(dw + (of[None, :] + o[:, None]) * IN + c[None, :], total, mask=(o[:, None] < OUT) & used[None, :])
 
 
 SHARED_BYTES = 160 * 2**10
@@ -131,7 +144,7 @@ def gather_blocks(num_in: int, num_out: int, size: int, itemsize: int) -> tuple[
     block_in = max(16 // wide, power_of_2(num_in))
     bytes_a_stage = wide * block_in * (block_p + block_out) * itemsize
     if num_in <= 32 and 1 < size <= 8 and 2 * bytes_a_stage <= SHARED_BYTES:
-        # A row of taps at once, or the matrix products would be too short.
+        # Several taps at once, or the matrix products would be too short.
         return wide, block_p, block_in, block_out, warps, min(3, SHARED_BYTES // bytes_a_stage)
     block_in = min(64 if itemsize == 2 else 32, max(16, power_of_2(num_in)))
     return 1, 64 if block_out <= 64 else 128, block_in, block_out, warps, 3
@@ -155,12 +168,12 @@ def gather_convolution(
     images, _, height, width = y.shape
     classes = stride if transposed else 1
     pixels = images * triton.cdiv(height, classes) * triton.cdiv(width, classes)
-    wide, block_p, block_in, block_out, warps, stages = gather_blocks(num_in, num_out, size, x.dtype.itemsize)
+    taps, block_p, block_in, block_out, warps, stages = gather_blocks(num_in, num_out, size, x.dtype.itemsize)
     grid = (triton.cdiv(pixels, block_p) * classes * classes, groups, triton.cdiv(num_out, block_out))
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _gather_kernel[grid](
             x, w, y, images, *x.shape[2:], height, width,
-            num_in, num_out, groups, size, stride, padding, transposed, wide, precision, block_p, block_in, block_out,
+            num_in, num_out, groups, size, stride, padding, transposed, taps, precision, block_p, block_in, block_out,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
@@ -183,13 +196,13 @@ def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: 
     """
     chunks, groups, size, _, num_out, num_in = dw.shape
     pixels = dy.shape[0] * dy.shape[2] * dy.shape[3]
-    across, block_in, block_out, tiles = weight_tiles(num_in, num_out, size)
-    block_p, warps, stages = weight_blocks(power_of_2(across) * block_in, block_out, x.dtype.itemsize)
+    taps, block_in, block_out, tiles = weight_tiles(num_in, num_out, size)
+    block_p, warps, stages = weight_blocks(power_of_2(taps) * block_in, block_out, x.dtype.itemsize)
     chunk = triton.cdiv(triton.cdiv(pixels, chunks), block_p) * block_p
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _weight_kernel[(chunks, groups, tiles)](
             x, dy, dw, pixels, *x.shape[2:], *dy.shape[2:], chunk,
-            num_in, num_out, groups, size, across, power_of_2(across), stride, padding, precision,
+            num_in, num_out, groups, size, taps, power_of_2(taps), stride, padding, precision,
             block_p, block_in, block_out,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip

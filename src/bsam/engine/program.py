@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from bsam.engine.tracing import compile_function
+from bsam.engine.tracing import compile_in_two
 
 __all__ = ["Program"]
 
@@ -31,7 +31,7 @@ class Program:
         function: Takes trees of tensors, returns one.
         arguments: Examples. Shapes and types of later ones must be the same.
         stacked: The arguments have a dimension of runs in front: the program is called for one of them under vmap.
-        least_groups: See `compile_function`.
+        least_groups: See `bsam.engine.tracing.compile_in_two`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Program:
             outputs, self._spec = pytree.tree_flatten(function(*pytree.tree_unflatten(list(tensors), spec)))
             return outputs
 
-        self._compiled = compile_function(of_flat, flat, least_groups=least_groups)
+        self._compiled = compile_in_two(of_flat, flat, least_groups=least_groups)
         with torch.no_grad():
             outputs = self._compiled(*flat)
         self._like = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in outputs]

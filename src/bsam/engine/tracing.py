@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.split_module import split_module
 
 from bsam.engine.convolution import better_on, decompositions
 
-__all__ = ["Captured", "compile_function"]
+__all__ = ["Captured", "compile_function", "compile_in_two"]
+
+OPTIONS = {"combo_kernels": True}
+"""Of the compiler: kernels that are independent of each other become one."""
 
 Function = Callable[..., Sequence[Tensor]]
 
@@ -26,6 +32,26 @@ def compile_function(function: Function, inputs: list[Tensor], *, least_groups: 
         inputs: Examples. Shapes, types and devices of later calls must be the same.
         least_groups: Convolutions with fewer groups are left to cuDNN.
     """
+    return _compile(_trace(function, inputs, least_groups), inputs)
+
+
+@torch.no_grad()
+def compile_in_two(function: Function, inputs: list[Tensor], *, least_groups: int = 2) -> Function:
+    """The same for a function that writes into none of its inputs, with its last sums compiled by themselves.
+
+    Gradients come as partial sums of many small tensors, at many places of a network. Put off to the end they are
+    independent of each other, and the compiler makes few kernels of them in place of one each.
+    """
+    graph = _trace(function, inputs, least_groups)
+    last = _last_sums(graph)
+    if not last:
+        return _compile(graph, inputs)
+    parts = split_module(graph, graph, lambda node: int(node in last))  # type: ignore[arg-type]
+    _CompileParts(parts).run(*inputs)
+    return parts
+
+
+def _trace(function: Function, inputs: list[Tensor], least_groups: int) -> GraphModule:
     table = decompositions(least_groups=least_groups) if better_on(inputs[0].device) else {}
     # cuDNN's BatchNorm converts the layout of images, which vmap cannot do; traced without it, it is compiled too.
     with torch.backends.cudnn.flags(enabled=False, allow_tf32=torch.backends.cudnn.allow_tf32):
@@ -35,12 +61,57 @@ def compile_function(function: Function, inputs: list[Tensor], *, least_groups: 
             node.target = torch.ops.aten.reshape.default
     graph.graph.eliminate_dead_code()
     graph.recompile()
+    return graph
+
+
+def _compile(graph: GraphModule, inputs: list[Tensor]) -> Function:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own: deprecations, hints on speed
         from torch._inductor import compile as compile_graph
 
-        compiled: Function = compile_graph(graph, inputs)  # type: ignore[arg-type]
+        compiled: Function = compile_graph(graph, inputs, options=OPTIONS)  # type: ignore[arg-type]
     return compiled
+
+
+def _last_sums(graph: GraphModule) -> set[Node]:
+    """The nodes behind partial sums that nothing else goes into, and outputs that are put together of them."""
+    ops = torch.ops.bsam
+
+    def is_partial(node: Node) -> bool:
+        if node.target is operator.getitem:  # dx of a filter response is used at once, its sums are not
+            return node.args[0].target is ops.filter_response_backward.default and node.args[1] == 1  # type: ignore[union-attr]
+        return node.target is ops.convolution_weight_gradient.default
+
+    found: set[Node] = set()
+    for node in graph.graph.nodes:
+        late = [each in found or is_partial(each) for each in node.all_input_nodes]
+        together = any if node.target is torch.ops.aten.cat.default else all
+        if node.op == "call_function" and late and together(late):
+            found.add(node)
+    for node in reversed(graph.graph.nodes):
+        if any(user not in found and user.op != "output" for user in node.users):
+            found.discard(node)
+    return found
+
+
+class _CompileParts(Interpreter):
+    """Runs a module of parts for once, compiles each part as it comes, and puts it in its place."""
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compile a part with the inputs it is given."""
+        part = _Compiled(_compile(self.fetch_attr(target), list(args)))
+        setattr(self.module, target, part)
+        return part(*args)
+
+
+class _Compiled(nn.Module):
+    def __init__(self, compiled: Function) -> None:
+        super().__init__()
+        self.compiled = compiled
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """What the part returns: one tensor, or several."""
+        return self.compiled(*inputs)
 
 
 class Captured:

@@ -6,62 +6,36 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bsam.engine.filter_response import normalise, normalise_backward
 from bsam.experiments.models.layers import HE, AppendZero, image_size, initialise
 
 __all__ = ["FilterResponseNorm", "resnet20_frn"]
 
 
 class _Normalise(torch.autograd.Function):
-    """z and r = 1 / sqrt(nu2 + eps) of `FilterResponseNorm`, with the derivative in closed form.
-
-    With v = x r and dy = dz where y > tau (half of it where they are equal), and sums over the pixels of a channel,
-
-        dx     =  gamma r (dy - v sum(dy v) / pixels)  -  dr r^3 x / pixels
-        dgamma =  sum(dy v),   dbeta = sum(dy),   dtau = sum(dz - dy)      (and over the examples)
-
-    Three sums serve everything: that is what automatic differentiation does not see.
-    """
+    """z and r of `bsam.engine.filter_response`, with the derivative of z in closed form."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, gamma: Tensor, beta: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        wide = _widened(x)
-        r = torch.rsqrt(wide.square().mean(dim=(-2, -1), keepdim=True) + eps)
-        y = _spread(gamma) * (wide * r) + _spread(beta)
-        return torch.maximum(y, _spread(tau)).to(x.dtype), r
+    def forward(
+        x: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, tau: Tensor, skip: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return normalise(x, (bias, gamma, beta, tau), skip, eps)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs[:4], output[1])
-        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:5], output[1])
+        ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    def backward(ctx: Any, dz: Tensor | None, dr: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, gamma, beta, tau, r = ctx.saved_tensors
-        wide, pixels = _widened(x), x.shape[-2] * x.shape[-1]
-        dx = dgamma = dbeta = dtau = None
-        if dz is not None:
-            dz, v = _widened(dz), wide * r
-            above = _spread(gamma) * v + _spread(beta) - _spread(tau)
-            dy = dz * torch.where(above > 0, 1.0, torch.where(above == 0, 0.5, 0.0))
-            sum_dz, sum_dy, sum_dyv = (t.sum(dim=(-2, -1), keepdim=True) for t in (dz, dy, dy * v))
-            dx = _spread(gamma) * r * (dy - v * (sum_dyv / pixels))
-            dgamma, dbeta, dtau = (t.sum(dim=(-4, -2, -1)) for t in (sum_dyv, sum_dy, sum_dz - sum_dy))
-        if dr is not None:
-            through_r = -dr * r**3 * wide / pixels
-            dx = through_r if dx is None else dx + through_r
-        return None if dx is None else dx.to(x.dtype), dgamma, dbeta, dtau, None
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _spread(parameter: Tensor) -> Tensor:
-    return parameter[:, None, None]
+    def backward(ctx: Any, dz: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias, gamma, beta, tau, r = ctx.saved_tensors
+        dx, vectors = normalise_backward(dz, x, (bias, gamma, beta, tau), r)
+        return dx, *vectors, dz if ctx.needs_input_grad[5] else None, None
 
 
 class FilterResponseNorm(nn.Module):
@@ -89,9 +63,11 @@ class FilterResponseNorm(nn.Module):
         self.beta = nn.Parameter(torch.zeros(channels))
         self.tau = nn.Parameter(torch.zeros(channels))
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """The normalised and thresholded inputs."""
-        outputs: Tensor = _Normalise.apply(inputs, self.gamma, self.beta, self.tau, self.eps)[0]  # type: ignore[no-untyped-call]
+    def forward(self, inputs: Tensor, bias: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
+        """The normalised and thresholded inputs + bias, and skip added to them: one pass over memory for all three."""
+        bias = torch.zeros_like(self.gamma) if bias is None else bias
+        vectors = bias, self.gamma, self.beta, self.tau
+        outputs: Tensor = _Normalise.apply(inputs, *vectors, skip, self.eps)[0]  # type: ignore[no-untyped-call]
         return outputs
 
     def extra_repr(self) -> str:
@@ -99,10 +75,19 @@ class FilterResponseNorm(nn.Module):
         return f"{len(self.gamma)}, eps={self.eps}"
 
 
-def conv_frn(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
+class ConvFRN(nn.Module):
     """A convolution with bias, and its normalisation and activation."""
-    conv = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2)
-    return nn.Sequential(OrderedDict(conv=conv, norm=FilterResponseNorm(outputs)))
+
+    def __init__(self, inputs: int, outputs: int, size: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2)
+        self.norm = FilterResponseNorm(outputs)
+
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        """The activations, and skip added to them."""
+        conv = self.conv
+        out: Tensor = self.norm(F.conv2d(x, conv.weight, None, conv.stride, conv.padding), conv.bias, skip)
+        return out
 
 
 class Block(nn.Module):
@@ -114,12 +99,13 @@ class Block(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         stride = outputs // inputs
-        self.residual = nn.Sequential(conv_frn(inputs, outputs, 3, stride), conv_frn(outputs, outputs, 3))
-        self.shortcut = nn.Identity() if inputs == outputs else conv_frn(inputs, outputs, 1, stride)
+        self.residual = nn.Sequential(ConvFRN(inputs, outputs, 3, stride), ConvFRN(outputs, outputs, 3))
+        self.shortcut = nn.Identity() if inputs == outputs else ConvFRN(inputs, outputs, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """The sum of both ways; no activation follows it."""
-        out: Tensor = self.residual(x) + self.shortcut(x)
+        first, second = self.residual
+        out: Tensor = second(first(x), skip=self.shortcut(x))
         return out
 
 
@@ -147,7 +133,7 @@ def resnet20_frn(
     num_features = 64 * (-(-height // 4) // 8) * (-(-width // 4) // 8)  # two strides of 2 round up, the pool down
     model = nn.Sequential(
         OrderedDict(
-            stem=conv_frn(channels, 16, 3),
+            stem=ConvFRN(channels, 16, 3),
             blocks=nn.Sequential(*blocks),
             pool=nn.AvgPool2d(8),
             flatten=nn.Flatten(),

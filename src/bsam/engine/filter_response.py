@@ -1,0 +1,200 @@
+"""Filter response normalisation (Singh and Krishnan, 2020) and its derivative, each in one pass over memory on CUDA.
+
+With the bias of the convolution in front and what a shortcut adds behind, and sums over the pixels of one channel of one
+example,
+
+    r = 1 / sqrt(mean((x + bias)^2) + eps),   v = (x + bias) r,   y = gamma v + beta,   z = max(y, tau) + skip
+
+and, with dy = dz where y > tau (half of it where they are equal),
+
+    dx     =  gamma r (dy - v sum(dy v) / pixels)
+    dgamma =  sum(dy v),   dbeta = sum(dy),   dtau = sum(dz - dy),   dbias = sum(dx)      (and over the examples)
+
+Few sums serve everything: that is what automatic differentiation does not see. All is computed in float32, or float64
+for such inputs.
+
+The two operators here are those formulas on the CPU and one kernel each on CUDA. Under vmap over the weights, the weight
+sets lie side by side in the channels, as in a convolution with groups: bias, gamma, beta and tau are (groups, channels).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bsam.engine.convolution import better_on
+
+__all__ = ["normalise", "normalise_backward"]
+
+LARGEST_IMAGE = 4096
+"""Pixels that a kernel can hold in registers."""
+
+Vectors = tuple[Tensor, Tensor, Tensor, Tensor]
+"""bias, gamma, beta and tau."""
+
+
+def normalise(x: Tensor, vectors: Vectors, skip: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """z, in the type of x, and r.
+
+    Args:
+        x: (examples, channels, height, width).
+        vectors: bias, gamma, beta and tau, (channels) each.
+        skip: Like x, or None for nothing to add.
+        eps: See above.
+    """
+    if _has_kernels(x):
+        z, r = torch.ops.bsam.filter_response(x, *(t[None] for t in vectors), skip, eps)
+        return z, r
+    return _forward(x, vectors, skip, eps)
+
+
+def normalise_backward(dz: Tensor, x: Tensor, vectors: Vectors, r: Tensor) -> tuple[Tensor, Vectors]:
+    """The derivatives with respect to x, in its type, and to bias, gamma, beta and tau."""
+    if _has_kernels(x) and not torch.is_grad_enabled():  # the kernel has no derivative of its own
+        dx, sums = torch.ops.bsam.filter_response_backward(dz, x, *(t[None] for t in vectors), r)
+    else:
+        dx, sums = _backward(dz, x, vectors, r)
+    dbias, dgamma, dbeta, dtau = sums.sum(0).unbind()
+    return dx, (dbias, dgamma, dbeta, dtau)
+
+
+def _forward(x: Tensor, vectors: Vectors, skip: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    bias, gamma, beta, tau = _spread(vectors)
+    wide = _widened(x) + bias
+    r = torch.rsqrt(wide.square().mean(dim=(-2, -1), keepdim=True) + eps)
+    z = torch.maximum(gamma * (wide * r) + beta, tau)
+    return (z if skip is None else z + skip).to(x.dtype), r
+
+
+def _backward(dz: Tensor, x: Tensor, vectors: Vectors, r: Tensor) -> tuple[Tensor, Tensor]:
+    """dx, and the sums over the pixels of dbias, dgamma, dbeta and dtau: (examples, 4, channels)."""
+    bias, gamma, beta, tau = _spread(vectors)
+    dz, v = _widened(dz), (_widened(x) + bias) * r
+    above = gamma * v + beta - tau
+    dy = dz * torch.where(above > 0, 1.0, torch.where(above == 0, 0.5, 0.0))
+    dyv = (dy * v).sum(dim=(-2, -1), keepdim=True)
+    dx = gamma * r * (dy - v * (dyv / (x.shape[-2] * x.shape[-1])))
+    sums = [t.sum(dim=(-2, -1)) for t in (dx, dyv, dy, dz - dy)]
+    return dx.to(x.dtype), torch.stack(sums, 1)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _spread(vectors: Vectors) -> Vectors:
+    bias, gamma, beta, tau = (t.reshape(-1, 1, 1) for t in vectors)
+    return bias, gamma, beta, tau
+
+
+def _has_kernels(x: Tensor) -> bool:
+    small = x.dim() == 4 and 0 < x.shape[2] * x.shape[3] <= LARGEST_IMAGE
+    return small and better_on(x.device) and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The image, with its pixels at one distance from each other."""
+    flat = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
+    return x if flat else x.contiguous(memory_format=torch.channels_last)
+
+
+# ------------------------------------------------------------------ operators
+
+
+@torch.library.custom_op("bsam::filter_response", mutates_args=(), device_types="cpu")
+def _filter_response(
+    x: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, tau: Tensor, skip: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    z, r = _forward(x, (bias, gamma, beta, tau), skip, eps)
+    return torch.empty_like(_flat(x)).copy_(z), r.contiguous()
+
+
+@_filter_response.register_fake
+def _(
+    x: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, tau: Tensor, skip: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(_flat(x)), _empty_r(x)
+
+
+@_filter_response.register_kernel("cuda")
+def _(
+    x: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, tau: Tensor, skip: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    from bsam.engine.filter_response_triton import forward
+
+    x = _flat(x)
+    z, r = torch.empty_like(x), _empty_r(x)
+    forward(x, (bias, gamma, beta, tau), None if skip is None else _laid_out_as(x, skip), eps, z, r)
+    return z, r
+
+
+def _empty_r(x: Tensor) -> Tensor:
+    return torch.empty((*x.shape[:2], 1, 1), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
+def _laid_out_as(x: Tensor, t: Tensor) -> Tensor:
+    return t if t.stride() == x.stride() else torch.empty_like(x, dtype=t.dtype).copy_(t)
+
+
+@_filter_response.register_vmap
+def _(info: Any, dims: Any, x: Tensor, *rest: Any) -> Any:
+    *vectors, skip, eps = rest
+    z, r = torch.ops.bsam.filter_response(
+        _joined(x, dims[0], 1, info),
+        *(_joined(t, dim, 0, info) for t, dim in zip(vectors, dims[1:5], strict=True)),
+        None if skip is None else _joined(skip, dims[5], 1, info),
+        eps,
+    )
+    return tuple(t.unflatten(1, (info.batch_size, -1)) for t in (z, r)), (1, 1)
+
+
+@torch.library.custom_op("bsam::filter_response_backward", mutates_args=(), device_types="cpu")
+def _filter_response_backward(
+    dz: Tensor, x: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, tau: Tensor, r: Tensor
+) -> tuple[Tensor, Tensor]:
+    dx, sums = _backward(dz, x, (bias, gamma, beta, tau), r)
+    return torch.empty_like(_flat(x)).copy_(dx), sums.contiguous()
+
+
+@_filter_response_backward.register_fake
+def _(
+    dz: Tensor, x: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, tau: Tensor, r: Tensor
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(_flat(x)), _empty_sums(x)
+
+
+@_filter_response_backward.register_kernel("cuda")
+def _(
+    dz: Tensor, x: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, tau: Tensor, r: Tensor
+) -> tuple[Tensor, Tensor]:
+    from bsam.engine.filter_response_triton import backward
+
+    x = _flat(x)
+    dx, sums = torch.empty_like(x), _empty_sums(x)
+    backward(_laid_out_as(x, dz), x, (bias, gamma, beta, tau), r.contiguous(), dx, sums)
+    return dx, sums
+
+
+def _empty_sums(x: Tensor) -> Tensor:
+    shape = (x.shape[0], 4, x.shape[1])
+    return torch.empty(shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
+@_filter_response_backward.register_vmap
+def _(info: Any, dims: Any, dz: Tensor, x: Tensor, *rest: Any) -> Any:
+    *vectors, r = rest
+    dx, sums = torch.ops.bsam.filter_response_backward(
+        _joined(dz, dims[0], 1, info),
+        _joined(x, dims[1], 1, info),
+        *(_joined(t, dim, 0, info) for t, dim in zip(vectors, dims[2:6], strict=True)),
+        _joined(r, dims[6], 1, info),
+    )
+    return (dx.unflatten(1, (info.batch_size, -1)), sums.unflatten(2, (info.batch_size, -1))), (1, 2)
+
+
+def _joined(t: Tensor, dim: int | None, to: int, info: Any) -> Tensor:
+    """The dimension of vmap in front of the dimension `to`, and joined with it."""
+    shape = (*t.shape[:to], info.batch_size, *t.shape[to:])
+    return (t.unsqueeze(to).expand(shape) if dim is None else t.movedim(dim, to)).flatten(to, to + 1)
