@@ -276,8 +276,8 @@ def prediction(precision: str, samples: int = 32) -> Measure:
             return model(inputs).float()
 
     def predict() -> bsam.Predictions:
-        options = {"num_samples": samples, "batch_size": 500, "forward": forward, "compile": True}
-        return bsam.predict(model, posterior, (x, y), progress=False, **options)
+        options = {"num_samples": samples, "batch_size": 500, "forward": forward, "progress": False}
+        return bsam.predict(model, posterior, (x, y), vectorise=True, compile=True, **options)  # no loop in its place
 
     # What cuDNN likes best; a batch is copied to where the captured pass reads it, as it is in `predict`.
     plain_model = plain_model.to(memory_format=torch.channels_last).eval()
