@@ -2,36 +2,28 @@
 
     python benchmarks/engine.py --out results/engine.json
 
-Each measurement is a process of its own: they compile side by side, then each measures while the others wait. Peers
-that are not installed (ivon-opt, jax) are left out, and said so in the record.
+Each measurement is a process of its own (`workers.py`). Peers that are not installed (ivon-opt, jax) are left out, and
+said so in the record.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from workers import Build, Measure, main
 
 import bsam
 from bsam.experiments.models import make_model
-from bsam.experiments.record import environment, write_json
-
-Measure = Callable[[], dict[str, Any]]
-"""Measures something that is built and compiled."""
 
 
-def seconds_per_call(call: Callable[[], Any], *, calls: int = 20, repeats: int = 7) -> float:
+def milliseconds_per_call(call: Callable[[], Any], *, calls: int = 20, repeats: int = 7) -> float:
     """The median over repeats of the mean over calls, by device events."""
     for _ in range(3):
         call()
@@ -70,7 +62,6 @@ def training_step(
     x = torch.randn(runs, batch, 3, 32, 32, device="cuda")
     y = torch.randint(10, (runs, batch), device="cuda")
     losses = [lambda x, y, model=model: F.cross_entropy(model(x).float(), y) for model in models]
-    begin = time.perf_counter()
     step = bsam.TrainStep(
         optimizers,
         losses,
@@ -79,12 +70,9 @@ def training_step(
         precision="bfloat16" if precision == "bfloat16" else None,
         least_groups=least_groups,
     )
-    torch.cuda.synchronize()
-    built = time.perf_counter() - begin
 
     def measure() -> dict[str, Any]:
-        milliseconds = seconds_per_call(lambda: step(x, y))
-        torch.cuda.reset_peak_memory_stats()
+        milliseconds = milliseconds_per_call(lambda: step(x, y))
         return {
             "method": method,
             "network": network,
@@ -95,7 +83,6 @@ def training_step(
             "convolutions": "ours" if least_groups == 1 or splits * runs > 1 else "cuDNN",
             "ms": milliseconds,
             "ms_per_run": milliseconds / runs,
-            "build_s": built,
             "kernels": kernel_table(lambda: step(x, y)) if PROFILE else None,
         }
 
@@ -122,21 +109,21 @@ def kernel_table(call: Callable[[], Any], calls: int = 5) -> list[tuple[float, f
 # ------------------------------------------------------------------ arithmetic alone
 
 
-def gpt2_shapes() -> list[tuple[int, ...]]:
-    """The shapes of GPT-2's 124 million parameters."""
-    block = [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,), (768,), (768,)]
-    block += [(768, 3072), (3072,), (3072, 768), (768,)]
-    return [(50257, 768), (1024, 768), *(shape for _ in range(12) for shape in block), (768,), (768,)]
+def gpt2_shapes(width: int = 768) -> list[tuple[int, ...]]:
+    """The shapes of GPT-2's parameters, 124 million of them at its own width."""
+    block = [(width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,), (width,), (width,)]
+    block += [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    return [(50257, width), (1024, width), *(shape for _ in range(12) for shape in block), (width,), (width,)]
 
 
-def bsam_arithmetic() -> Measure:
+def bsam_arithmetic(width: int = 768) -> Measure:
     """Sampling, perturbation and update of bSAM on packed parameters, gradients given: three passes over memory."""
     from bsam.engine.packs import make_packs
     from bsam.engine.sampling_triton import block_table, sample_posterior
     from bsam.engine.tracing import Captured, compile_function
     from bsam.optim.base import Slot, Tally
 
-    parameters = [nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in gpt2_shapes()]
+    parameters = [nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in gpt2_shapes(width)]
     optimizer = bsam.BSAM(parameters, lr=0.1, num_data=1e6)
     slots = optimizer._slots()
     packs = make_packs([slots], [str(i) for i in range(len(slots))])
@@ -212,12 +199,13 @@ def bsam_arithmetic() -> Measure:
     def measure() -> dict[str, Any]:
         source = torch.empty(2**28, device="cuda")
         target = torch.empty_like(source)
-        copy = seconds_per_call(lambda: target.copy_(source))
+        copy = milliseconds_per_call(lambda: target.copy_(source))
         bandwidth = 2 * source.numel() * 4 / copy / 1e9
         return {
             "parameters": numel,
-            "ms": seconds_per_call(run),
-            "parts_ms": {name: seconds_per_call(part) for name, part in parts.items()},
+            "packs": count,
+            "ms": milliseconds_per_call(run),
+            "parts_ms": {name: milliseconds_per_call(part) for name, part in parts.items()},
             "copy_TB_per_s": bandwidth,
             "floor_16_passes_ms": 16 * numel * 4 / bandwidth / 1e9,
         }
@@ -230,7 +218,7 @@ def adamw_arithmetic() -> Measure:
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
     for p in parameters:
         p.grad = torch.randn_like(p)
-    return lambda: {"ms": seconds_per_call(optimizer.step)}
+    return lambda: {"ms": milliseconds_per_call(optimizer.step)}
 
 
 def ivon_arithmetic() -> Measure:
@@ -246,7 +234,7 @@ def ivon_arithmetic() -> Measure:
                 p.grad = g
         optimizer.step()
 
-    return lambda: {"ms": seconds_per_call(step, calls=5)}
+    return lambda: {"ms": milliseconds_per_call(step, calls=5)}
 
 
 # ------------------------------------------------------------------ memory, prediction
@@ -271,9 +259,11 @@ def memory(vectorise: bool) -> Measure:
     return measure
 
 
-def prediction(precision: str) -> Measure:
-    """32 samples of ResNet-20 on 10,000 images, against 32 compiled passes over them with fixed weights."""
-    model = make_model("resnet20_frn", num_classes=10, image_shape=(3, 32, 32), seed=0).cuda()
+def prediction(precision: str, samples: int = 32) -> Measure:
+    """Samples of ResNet-20 on 10,000 images, against as many compiled passes over them with fixed weights."""
+    model, plain_model = (
+        make_model("resnet20_frn", num_classes=10, image_shape=(3, 32, 32), seed=0).cuda() for _ in range(2)
+    )
     optimizer = bsam.BSAM(model.parameters(), num_data=50_000, module=model, betas=(0.9, 0.5))
     x = torch.randn(10_000, 3, 32, 32, device="cuda")
     y = torch.randint(10, (10_000,), device="cuda")
@@ -285,33 +275,56 @@ def prediction(precision: str) -> Measure:
         with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bfloat16"):
             return model(inputs).float()
 
-    def samples() -> None:
-        bsam.predict(model, posterior, (x, y), batch_size=500, forward=forward, compile=True, progress=False)
+    def predict() -> bsam.Predictions:
+        options = {"num_samples": samples, "batch_size": 500, "forward": forward, "progress": False}
+        return bsam.predict(model, posterior, (x, y), vectorise=True, compile=True, **options)  # no loop in its place
 
-    plain_model = make_model("resnet20_frn", num_classes=10, image_shape=(3, 32, 32), seed=0).cuda()
+    # What cuDNN likes best; a batch is copied to where the captured pass reads it, as it is in `predict`.
     plain_model = plain_model.to(memory_format=torch.channels_last).eval()
-    plain = torch.compile(lambda inputs: forward(plain_model, inputs), mode="reduce-overhead")
+    plain_x = x.to(memory_format=torch.channels_last)
+    plain = torch.compile(lambda inputs: forward(plain_model, inputs), mode="reduce-overhead", dynamic=False)
 
-    def passes() -> None:
-        with torch.no_grad():
-            for _ in range(32):
-                for start in range(0, 10_000, 1000):
-                    plain(x[start : start + 1000].to(memory_format=torch.channels_last))
+    @torch.no_grad()
+    def passes(batch: int, count: int = samples) -> None:
+        for _ in range(count):
+            for part in plain_x.split(batch):
+                plain(part)
+
+    computed_by = predict().computed_by
+    for batch in PLAIN_BATCHES:
+        passes(batch, count=1)  # 2 and more calls: the first compiles, the second captures
 
     def measure() -> dict[str, Any]:
-        with torch.no_grad():
-            plain(x[:1000].to(memory_format=torch.channels_last))
-        times = {}
-        for name, call in (("samples", samples), ("passes", passes)):
-            call()
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            call()
-            torch.cuda.synchronize()
-            times[name] = time.perf_counter() - begin
-        return {"precision": precision, "predict_s": times["samples"], "plain_s": times["passes"]}
+        plain_seconds = {batch: wall_clock_seconds(lambda batch=batch: passes(batch)) for batch in PLAIN_BATCHES}
+        best = min(plain_seconds, key=plain_seconds.__getitem__)
+        return {
+            "precision": precision,
+            "images": len(x),
+            "samples": samples,
+            "computed_by": computed_by,
+            "predict_s": wall_clock_seconds(predict),
+            "plain_s": plain_seconds[best],
+            "plain_batch": best,
+        }
 
     return measure
+
+
+PLAIN_BATCHES = (1000, 5000)
+"""Images of a plain pass; what counts is the quicker."""
+
+
+def wall_clock_seconds(call: Callable[[], Any], *, repeats: int = 7) -> float:
+    """The median over repeats, each with all the device has to do, after a call to warm up."""
+    call()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
 
 
 def jax_structure() -> Measure:
@@ -325,7 +338,7 @@ def jax_structure() -> Measure:
 
 R20 = {"network": "resnet20_frn", "batch": 128}
 R18 = {"network": "resnet18", "batch": 200, "precision": "bfloat16"}
-MEASUREMENTS: dict[str, Callable[[], Measure]] = {
+MEASUREMENTS: dict[str, Build] = {
     **{
         f"r20 {method} m={splits} {precision}{' x4' if runs == 4 else ''}{' ours' if least == 1 else ''}": (
             lambda method=method, splits=splits, precision=precision, runs=runs, least=least: training_step(
@@ -353,47 +366,5 @@ MEASUREMENTS: dict[str, Callable[[], Measure]] = {
 }
 
 
-def work(name: str) -> None:
-    """Build one measurement, say so, wait for a line, measure, and print the result."""
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        measure = MEASUREMENTS[name]()
-        print("ready", flush=True)
-        sys.stdin.readline()
-        result = measure()
-    except Exception as error:
-        print("ready", flush=True)
-        sys.stdin.readline()
-        result = {"error": f"{type(error).__name__}: {str(error)[-2000:]}"}
-    print(json.dumps(result), flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("engine.json"))
-    parser.add_argument("--only", nargs="*", default=[], help="Names, or beginnings of them.")
-    parser.add_argument("--name", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.name:
-        work(arguments.name)
-        return
-    chosen = [n for n in MEASUREMENTS if not arguments.only or any(n.startswith(o) for o in arguments.only)]
-    command = [sys.executable, __file__, "--name"]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    environ = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
-    begin = time.perf_counter()
-    workers = {name: subprocess.Popen([*command, name], env=environ, **pipes) for name in chosen}
-    record: dict[str, Any] = {"environment": environment(torch.device("cuda")), "measurements": {}}
-    for worker in workers.values():
-        worker.stdout.readline()
-    record["build_s"] = time.perf_counter() - begin
-    for name, worker in workers.items():
-        out, _ = worker.communicate("go\n")
-        record["measurements"][name] = json.loads(out.splitlines()[-1]) if out.strip() else {"error": "no answer"}
-        shown = {k: v for k, v in record["measurements"][name].items() if k != "kernels"}
-        print(f"{name}: {shown}", flush=True)
-        write_json(arguments.out, record)
-
-
 if __name__ == "__main__":
-    main()
+    main(MEASUREMENTS, description=__doc__, out="engine.json")
