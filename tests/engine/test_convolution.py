@@ -54,8 +54,8 @@ def apply_ops(shape, x, w, dy, tf32=False):
     """The three results by our operators, in torch's shapes."""
     _, groups, _, _, height, width, size, stride = shape
     padding = padding_of(size)
-    y = ops.convolution(x, _by_tap(w, groups, transposed=False), stride, padding, tf32)
-    dx = ops.convolution_input_gradient(dy, _by_tap(w, groups, transposed=True), height, width, stride, padding, tf32)
+    y = ops.convolution(x, _by_tap(w, groups), stride, padding, tf32)
+    dx = ops.convolution_input_gradient(dy, _by_tap(w, groups), height, width, stride, padding, tf32)
     sums = ops.convolution_weight_gradient(dy, x, size, stride, padding, groups, tf32)
     return y, dx, sums.sum(0).permute(0, 3, 4, 1, 2).reshape(w.shape)
 
@@ -88,11 +88,11 @@ def test_operators_keep_torchs_contract(shape):
     padding = padding_of(size)
     tests = ("test_schema", "test_faketensor")  # there is no autograd: they are used behind it
     torch.library.opcheck(
-        ops.convolution.default, (x, _by_tap(w, groups, transposed=False), stride, padding, False), test_utils=tests
+        ops.convolution.default, (x, _by_tap(w, groups), stride, padding, False), test_utils=tests
     )
     torch.library.opcheck(
         ops.convolution_input_gradient.default,
-        (dy, _by_tap(w, groups, transposed=True), height, width, stride, padding, False),
+        (dy, _by_tap(w, groups), height, width, stride, padding, False),
         test_utils=tests,
     )
     torch.library.opcheck(
@@ -228,8 +228,8 @@ def test_kernels_write_every_element(shape):
     options = {"stride": stride, "padding": padding_of(size), "precision": "ieee"}
     x, w, dy, expected = example(shape, torch.float32, "cuda")
     y, dx = (torch.full_like(t, torch.nan) for t in (dy, x))
-    gather_convolution(x, _by_tap(w, groups, transposed=False), y, transposed=False, **options)
-    gather_convolution(dy, _by_tap(w, groups, transposed=True), dx, transposed=True, **options)
+    gather_convolution(x, _by_tap(w, groups), y, transposed=False, **options)
+    gather_convolution(dy, _by_tap(w, groups), dx, transposed=True, **options)
     for chunks in (1, 3):
         sums = torch.full((chunks, groups, size, size, num_out, num_in), torch.nan, device="cuda")
         weight_gradient(x, dy, sums, **options)
@@ -255,10 +255,10 @@ def test_operators_keep_torchs_contract_on_cuda(shape):
     x, w, dy, _ = example(shape, torch.float32, "cuda")
     _, groups, _, _, height, width, size, stride = shape
     padding, tests = padding_of(size), ("test_schema", "test_faketensor")
-    by_tap = [_by_tap(w, groups, transposed=transposed) for transposed in (False, True)]
+    by_tap = _by_tap(w, groups)
     for operator, arguments in (
-        (ops.convolution, (x, by_tap[0], stride, padding, False)),
-        (ops.convolution_input_gradient, (dy, by_tap[1], height, width, stride, padding, False)),
+        (ops.convolution, (x, by_tap, stride, padding, False)),
+        (ops.convolution_input_gradient, (dy, by_tap, height, width, stride, padding, False)),
         (ops.convolution_weight_gradient, (dy, x, size, stride, padding, groups, False)),
     ):
         torch.library.opcheck(operator.default, arguments, test_utils=tests)

@@ -50,7 +50,7 @@ def decompositions(*, least_groups: int = 2) -> dict[Any, Callable[..., Any]]:
         if not fits(x, w, arguments):
             return NotImplemented  # type: ignore[no-any-return]
         (stride, *_), (padding, *_), groups = arguments[0], arguments[1], arguments[5]
-        y: Tensor = torch.ops.bsam.convolution(_last(x), _by_tap(w, groups, transposed=False), stride, padding, _tf32())
+        y: Tensor = torch.ops.bsam.convolution(_last(x), _by_tap(w, groups), stride, padding, _tf32())
         return y if bias is None else y + bias[:, None, None]
 
     def convolution_backward(
@@ -64,13 +64,13 @@ def decompositions(*, least_groups: int = 2) -> dict[Any, Callable[..., Any]]:
         dx = dw = db = None
         if mask[0]:
             dx = torch.ops.bsam.convolution_input_gradient(
-                dy, _by_tap(w, groups, transposed=True), x.shape[2], x.shape[3], stride, padding, _tf32()
+                dy, _by_tap(w, groups), x.shape[2], x.shape[3], stride, padding, _tf32()
             )
         if mask[1]:
             parts = torch.ops.bsam.convolution_weight_gradient(
                 dy, _last(x), w.shape[2], stride, padding, groups, _tf32()
             )
-            dw = parts.sum(0).permute(0, 3, 4, 1, 2).reshape(w.shape).to(w.dtype)
+            dw = parts.permute(0, 1, 4, 5, 2, 3).sum(0).reshape(w.shape).to(w.dtype)
         if mask[2]:
             db = dy.sum((0, 2, 3))
         return dx, dw, db
@@ -78,10 +78,9 @@ def decompositions(*, least_groups: int = 2) -> dict[Any, Callable[..., Any]]:
     return {aten.convolution.default: convolution, aten.convolution_backward.default: convolution_backward}
 
 
-def _by_tap(w: Tensor, groups: int, *, transposed: bool) -> Tensor:
-    """Weights (groups x outputs, inputs, size, size) as (groups, size, size, inputs, outputs), or transposed."""
-    order = (0, 3, 4, 1, 2) if transposed else (0, 3, 4, 2, 1)
-    return w.view(groups, -1, *w.shape[1:]).permute(order).contiguous()
+def _by_tap(w: Tensor, groups: int) -> Tensor:
+    """Weights (groups x outputs, inputs, size, size) as (groups, size, size, inputs, outputs)."""
+    return w.view(groups, -1, *w.shape[1:]).permute(0, 3, 4, 2, 1).contiguous()
 
 
 def _last(x: Tensor) -> Tensor:
@@ -135,22 +134,22 @@ def _(x: Tensor, w: Tensor, stride: int, padding: int, tf32: bool) -> Tensor:
 
 @torch.library.custom_op("bsam::convolution_input_gradient", mutates_args=(), device_types="cpu")
 def _input_gradient(dy: Tensor, w: Tensor, height: int, width: int, stride: int, padding: int, tf32: bool) -> Tensor:
-    groups, w_aten = len(w), w.permute(0, 3, 4, 1, 2).flatten(0, 1)
-    shape = (dy.shape[0], groups * w.shape[4], height, width)
+    groups, w_aten = len(w), w.permute(0, 4, 3, 1, 2).flatten(0, 1)
+    shape = (dy.shape[0], groups * w.shape[3], height, width)
     dx: Tensor = conv2d_input(shape, w_aten, dy, stride=stride, padding=padding, groups=groups)  # type: ignore[no-untyped-call]
     return _last(dx)
 
 
 @_input_gradient.register_fake
 def _(dy: Tensor, w: Tensor, height: int, width: int, stride: int, padding: int, tf32: bool) -> Tensor:
-    return _empty_images(dy, len(w) * w.shape[4], height, width)
+    return _empty_images(dy, len(w) * w.shape[3], height, width)
 
 
 @_input_gradient.register_kernel("cuda")
 def _(dy: Tensor, w: Tensor, height: int, width: int, stride: int, padding: int, tf32: bool) -> Tensor:
     from bsam.engine.convolution_triton import gather_convolution
 
-    dx = _empty_images(dy, len(w) * w.shape[4], height, width)
+    dx = _empty_images(dy, len(w) * w.shape[3], height, width)
     gather_convolution(dy, w, dx, stride=stride, padding=padding, transposed=True, precision=_precision(tf32))
     return dx
 
@@ -193,17 +192,17 @@ def power_of_2(number: int) -> int:
 def weight_tiles(num_in: int, num_out: int, size: int) -> tuple[int, int, int, int]:
     """Of the weight gradient: taps, input and output channels of one tile, and how many tiles there are.
 
-    A tile of few input channels takes several taps at once, so that the matrix product is not too narrow.
+    A tile of few channels takes a row of taps or all of them at once: what is read of dy serves them all.
     """
-    taps = size if num_in <= 32 and 1 < size <= 8 else 1
     block_in, block_out = min(128, power_of_2(num_in)), min(128, max(16, power_of_2(num_out)))
+    choices = (size * size, size) if block_in >= 16 else (size,)
+    taps = next((n for n in choices if power_of_2(n) * block_in * block_out <= 4096), 1)
     block_in = max(block_in, 16 // power_of_2(taps))  # products have 16 columns at least
     return taps, block_in, block_out, size * size // taps * -(-num_in // block_in) * -(-num_out // block_out)
 
 
 def num_chunks(dy: Tensor, num_in: int, num_out: int, size: int, groups: int) -> int:
-    """Into how many parts its pixels are cut: enough programs to fill a large GPU, of 128 pixels at least."""
+    """Into how many parts its pixels are cut: two programs a multiprocessor of a large GPU, of 128 pixels at least."""
     pixels = dy.shape[0] * dy.shape[2] * dy.shape[3]
-    _, block_in, block_out, tiles = weight_tiles(num_in, num_out, size)
-    programs = 576 if block_in * block_out < 64 * 64 else 396
-    return max(1, min(-(-programs // (groups * tiles)), -(-pixels // 128)))
+    _, _, _, tiles = weight_tiles(num_in, num_out, size)
+    return max(1, min(-(-264 // (groups * tiles)), -(-pixels // 128)))

@@ -29,7 +29,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     x, w, y, images, in_height, in_width, out_height, out_width,
     IN: tl.constexpr, OUT: tl.constexpr, GROUPS: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, TRANSPOSED: tl.constexpr, TAPS: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    PRECISION: tl.constexpr, CACHE: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
     # With a stride, the transposed convolution reaches a pixel through those taps only that its row and column allow:
     # pixels of one remainder modulo the stride share them, and are computed together.
@@ -82,9 +83,11 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
             inside = inside & (i < in_height) & (j < in_width)
             at = (image[:, None] * in_height + i) * in_width + j
         inside = inside & used[None, :]
-        xs = tl.load(x + at * (GROUPS * IN) + (group * IN + c)[None, :], mask=inside, other=0.0)
-        of = ((group * SIZE + tap_row) * SIZE + tap_column) * IN + c
-        ws = tl.load(w + of[:, None] * OUT + o[None, :], mask=used[:, None] & (o[None, :] < OUT), other=0.0)
+        from_x = x + at * (GROUPS * IN) + (group * IN + c)[None, :]
+        xs = tl.load(from_x, mask=inside, other=0.0, cache_modifier=CACHE)
+        of = ((group * SIZE + tap_row) * SIZE + tap_column) * (IN * OUT)  # w has its own outputs innermost
+        of = (of + c)[:, None] + o[None, :] * IN if TRANSPOSED else (of + c * OUT)[:, None] + o[None, :]
+        ws = tl.load(w + of, mask=used[:, None] & (o[None, :] < OUT), other=0.0)
         total = tl.dot(xs, ws, total, input_precision=PRECISION)
     to = ((image * out_height + row) * out_width + column) * (GROUPS * OUT) + group * OUT
     tl.store(y + to[:, None] + o[None, :], total.to(y.dtype.element_ty), mask=here[:, None] & (o[None, :] < OUT))
@@ -95,7 +98,8 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
     x, dy, dw, pixels, in_height, in_width, out_height, out_width, chunk,
     IN: tl.constexpr, OUT: tl.constexpr, GROUPS: tl.constexpr,
     SIZE: tl.constexpr, TAPS: tl.constexpr, WIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    PRECISION: tl.constexpr, CACHE: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
     # A program takes TAPS taps, padded to WIDE, and a block of input and of output channels.
     TILES: tl.constexpr = SIZE * SIZE // TAPS
@@ -124,7 +128,8 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
             inside = here[:, None] & (i >= 0) & (i < in_height) & (j >= 0) & (j < in_width)
             at = (image[:, None] + i) * in_width + j
         inside = inside & used[None, :]
-        xs = tl.load(x + at * (GROUPS * IN) + (group * IN + c)[None, :], mask=inside, other=0.0)
+        from_x = x + at * (GROUPS * IN) + (group * IN + c)[None, :]
+        xs = tl.load(from_x, mask=inside, other=0.0, cache_modifier=CACHE)
         of = dy + (p * (GROUPS * OUT) + group * OUT)[:, None] + o[None, :]
         ds = tl.load(of, mask=here[:, None] & (o[None, :] < OUT), other=0.0)
         total = tl.dot(tl.trans(ds), xs, total, input_precision=PRECISION)
@@ -132,22 +137,17 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
     tl.store(dw + (of[None, :] + o[:, None]) * IN + c[None, :], total, mask=(o[:, None] < OUT) & used[None, :])
 
 
-SHARED_BYTES = 160 * 2**10
-"""Shared memory that the tiles of one program may take, over all stages; an H100 has 227 KiB a multiprocessor."""
+CACHE = ""
 
 
-def gather_blocks(num_in: int, num_out: int, size: int, itemsize: int) -> tuple[int, int, int, int, int, int]:
+def gather_blocks(num_in: int, num_out: int, size: int, few_taps: bool) -> tuple[int, int, int, int, int, int]:
     """Taps, pixels, input and output channels of one tile, warps and pipeline stages."""
-    block_out = min(128, max(16, power_of_2(num_out)))
-    warps = 8 if block_out >= 128 else 4
-    wide, block_p = power_of_2(size), 128
-    block_in = max(16 // wide, power_of_2(num_in))
-    bytes_a_stage = wide * block_in * (block_p + block_out) * itemsize
-    if num_in <= 32 and 1 < size <= 8 and 2 * bytes_a_stage <= SHARED_BYTES:
-        # Several taps at once, or the matrix products would be too short.
-        return wide, block_p, block_in, block_out, warps, min(3, SHARED_BYTES // bytes_a_stage)
-    block_in = min(64 if itemsize == 2 else 32, max(16, power_of_2(num_in)))
-    return 1, 64 if block_out <= 64 else 128, block_in, block_out, warps, 3
+    block_in, block_out = min(64, power_of_2(num_in)), min(128, max(16, power_of_2(num_out)))
+    # Several taps at once where there are few channels, or the matrix products would be too short.
+    taps = max(1, min((32 if block_in > 8 else 16) // block_in, power_of_2(size * size)))
+    block_in = max(block_in, 16 // taps)
+    block_p = 64 if 16 < block_out <= 64 else 128
+    return taps, block_p, block_in, block_out, 8 if block_out >= 128 else 4, 1 if few_taps else 3
 
 
 def gather_convolution(
@@ -157,30 +157,35 @@ def gather_convolution(
 
     Args:
         x: Images (batch, groups x channels, height, width), channels last in memory; with `transposed` the gradient.
-        w: Weights (groups, size, size, channels of x, channels of y), contiguous.
+        w: Weights (groups, size, size, inputs, outputs), contiguous.
         y: Where to write, channels last in memory.
         stride: Of the convolution.
         padding: Of the convolution.
         transposed: See above.
         precision: Of products of float32: "tf32" or "ieee".
     """
-    groups, size, _, num_in, num_out = w.shape
+    groups, size, _, *channels = w.shape
+    num_in, num_out = reversed(channels) if transposed else channels
     images, _, height, width = y.shape
     classes = stride if transposed else 1
     pixels = images * triton.cdiv(height, classes) * triton.cdiv(width, classes)
-    taps, block_p, block_in, block_out, warps, stages = gather_blocks(num_in, num_out, size, x.dtype.itemsize)
+    few_taps = triton.cdiv(size, classes) <= 2
+    taps, block_p, block_in, block_out, warps, stages = gather_blocks(num_in, num_out, size, few_taps)
     grid = (triton.cdiv(pixels, block_p) * classes * classes, groups, triton.cdiv(num_out, block_out))
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _gather_kernel[grid](
             x, w, y, images, *x.shape[2:], height, width,
-            num_in, num_out, groups, size, stride, padding, transposed, taps, precision, block_p, block_in, block_out,
+            num_in, num_out, groups, size, stride, padding, transposed, taps, precision, CACHE,
+            block_p, block_in, block_out,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
 
 def weight_blocks(columns: int, block_out: int, itemsize: int) -> tuple[int, int, int]:
     """Pixels of one tile, warps and pipeline stages."""
-    return 64 if itemsize == 2 else 32, 8 if block_out * columns >= 128 * 128 else 4, 3
+    if block_out * columns >= 64 * 64 and block_out >= 64:
+        return 128 // itemsize, 8 if block_out * columns >= 128 * 128 else 4, 3
+    return (128 if columns >= 256 else 256) // itemsize, 4, 1
 
 
 def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: int, precision: str) -> None:
@@ -202,7 +207,7 @@ def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: 
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _weight_kernel[(chunks, groups, tiles)](
             x, dy, dw, pixels, *x.shape[2:], *dy.shape[2:], chunk,
-            num_in, num_out, groups, size, taps, power_of_2(taps), stride, padding, precision,
+            num_in, num_out, groups, size, taps, power_of_2(taps), stride, padding, precision, CACHE,
             block_p, block_in, block_out,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip

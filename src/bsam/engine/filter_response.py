@@ -19,6 +19,7 @@ sets lie side by side in the channels, as in a convolution with groups: bias, ga
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from bsam.engine.convolution import better_on
 
-__all__ = ["normalise", "normalise_backward"]
+__all__ = ["decompositions", "normalise", "normalise_backward"]
 
 LARGEST_IMAGE = 4096
 """Pixels that a kernel can hold in registers."""
@@ -100,6 +101,27 @@ def _flat(x: Tensor) -> Tensor:
     return x if flat else x.contiguous(memory_format=torch.channels_last)
 
 
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """What to trace instead of the operators where they would convert a layout: the compiler does it on the way."""
+    ops = torch.ops.bsam
+
+    def filter_response(x: Tensor, *rest: Any) -> Any:
+        *vectors, skip, eps = rest
+        if skip is None or _laid_out_as(x, skip) is skip:
+            return NotImplemented
+        return ops.filter_response(x, *vectors, _laid_out_as(x, skip), eps)
+
+    def filter_response_backward(dz: Tensor, x: Tensor, *rest: Any) -> Any:
+        if _laid_out_as(x, dz) is dz:
+            return NotImplemented
+        return ops.filter_response_backward(_laid_out_as(x, dz), x, *rest)
+
+    return {
+        ops.filter_response.default: filter_response,
+        ops.filter_response_backward.default: filter_response_backward,
+    }
+
+
 # ------------------------------------------------------------------ operators
 
 
@@ -135,7 +157,9 @@ def _empty_r(x: Tensor) -> Tensor:
 
 
 def _laid_out_as(x: Tensor, t: Tensor) -> Tensor:
-    return t if t.stride() == x.stride() else torch.empty_like(x, dtype=t.dtype).copy_(t)
+    """t with the strides of the flat image x."""
+    last = x.is_contiguous(memory_format=torch.channels_last)
+    return t.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 @_filter_response.register_vmap

@@ -76,12 +76,10 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(to + 3 * channels, tl.sum(outer - dy, 0), mask=here)
 
 
-def tile(pixels: int, channels: int, examples: int) -> tuple[int, int, int]:
+def tile(pixels: int, channels: int) -> tuple[int, int, int]:
     """Pixels and channels of a program, and its warps."""
     rows = power_of_2(pixels)
-    block = min(power_of_2(channels), max(8, 16384 // rows), 64)
-    while block > 8 and examples * channels // block < 264:  # two programs a multiprocessor of a large GPU
-        block //= 2
+    block = min(power_of_2(channels), 32, max(8, 16384 // rows))
     return rows, block, max(1, min(16, rows * block // 1024))
 
 
@@ -109,7 +107,7 @@ def _rows(vectors: Vectors) -> list[Tensor | int]:
 def _sizes(x: Tensor, vectors: Vectors) -> tuple[tuple[int, int], tuple[int, ...], int]:
     examples, channels, height, width = x.shape
     pixels = height * width
-    rows, block, warps = tile(pixels, channels, examples)
+    rows, block, warps = tile(pixels, channels)
     strides = (channels, 1) if x.is_contiguous(memory_format=torch.channels_last) else (1, pixels)
     grid = (examples, triton.cdiv(channels, block))
     return grid, (pixels, channels, vectors[0].shape[1], *strides, rows, block), warps

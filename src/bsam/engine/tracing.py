@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 
-from bsam.engine.convolution import better_on, decompositions
+from bsam.engine import convolution, filter_response
 
 __all__ = ["Captured", "compile_function", "compile_in_two"]
 
@@ -52,7 +52,9 @@ def compile_in_two(function: Function, inputs: list[Tensor], *, least_groups: in
 
 
 def _trace(function: Function, inputs: list[Tensor], least_groups: int) -> GraphModule:
-    table = decompositions(least_groups=least_groups) if better_on(inputs[0].device) else {}
+    table: dict[Any, Any] = {}
+    if convolution.better_on(inputs[0].device):
+        table = convolution.decompositions(least_groups=least_groups) | filter_response.decompositions()
     # cuDNN's BatchNorm converts the layout of images, which vmap cannot do; traced without it, it is compiled too.
     with torch.backends.cudnn.flags(enabled=False, allow_tf32=torch.backends.cudnn.allow_tf32):
         graph = make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
@@ -60,8 +62,26 @@ def _trace(function: Function, inputs: list[Tensor], least_groups: int) -> Graph
         if node.target is torch.ops.aten.view.default:  # the compiler may choose strides that ask for a copy
             node.target = torch.ops.aten.reshape.default
     graph.graph.eliminate_dead_code()
+    _share_layouts(graph)
     graph.recompile()
     return graph
+
+
+def _share_layouts(graph: GraphModule) -> None:
+    """Lay out the weights of a convolution once for the way there and the way back."""
+    aten, seen = torch.ops.aten, {}  # type: ignore[var-annotated]
+    for node in graph.graph.nodes:
+        is_view = node.target in (aten.permute.default, aten.reshape.default)
+        is_layout = node.target is aten.clone.default and all(_name(user).startswith("bsam.conv") for user in node.users)
+        if is_view or is_layout:
+            first = seen.setdefault((node.target, str(node.args), str(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.graph.erase_node(node)
+
+
+def _name(node: Node) -> str:
+    return str(node.target)
 
 
 def _compile(graph: GraphModule, inputs: list[Tensor]) -> Function:
