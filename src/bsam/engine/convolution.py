@@ -67,10 +67,9 @@ def decompositions(*, least_groups: int = 2) -> dict[Any, Callable[..., Any]]:
                 dy, _by_tap(w, groups), x.shape[2], x.shape[3], stride, padding, _tf32()
             )
         if mask[1]:
-            parts = torch.ops.bsam.convolution_weight_gradient(
+            dw = torch.ops.bsam.convolution_weight_gradient(
                 dy, _last(x), w.shape[2], stride, padding, groups, _tf32()
             )
-            dw = parts.permute(0, 1, 4, 5, 2, 3).sum(0).reshape(w.shape).to(w.dtype)
         if mask[2]:
             db = dy.sum((0, 2, 3))
         return dx, dw, db
@@ -157,30 +156,32 @@ def _(dy: Tensor, w: Tensor, height: int, width: int, stride: int, padding: int,
 # ------------------------------------------------------------------ gradient with respect to the weights
 
 
-def _empty_sums(dy: Tensor, x: Tensor, size: int, groups: int) -> Tensor:
-    num_in, num_out = x.shape[1] // groups, dy.shape[1] // groups
-    chunks = 1 if x.device.type == "cpu" else num_chunks(dy, num_in, num_out, size, groups)
-    return torch.empty((chunks, groups, size, size, num_out, num_in), dtype=torch.float32, device=x.device)
+def _empty_weights(dy: Tensor, x: Tensor, size: int, groups: int) -> Tensor:
+    return dy.new_empty((dy.shape[1], x.shape[1] // groups, size, size))
 
 
 @torch.library.custom_op("bsam::convolution_weight_gradient", mutates_args=(), device_types="cpu")
 def _weight_gradient(dy: Tensor, x: Tensor, size: int, stride: int, padding: int, groups: int, tf32: bool) -> Tensor:
     shape = (dy.shape[1], x.shape[1] // groups, size, size)
     dw: Tensor = conv2d_weight(x, shape, dy, stride=stride, padding=padding, groups=groups)  # type: ignore[no-untyped-call]
-    return dw.to(torch.float32).view(groups, -1, *shape[1:]).permute(0, 3, 4, 1, 2)[None].contiguous()
+    return dw.contiguous()
 
 
 @_weight_gradient.register_fake
 def _(dy: Tensor, x: Tensor, size: int, stride: int, padding: int, groups: int, tf32: bool) -> Tensor:
-    return _empty_sums(dy, x, size, groups)
+    return _empty_weights(dy, x, size, groups)
 
 
 @_weight_gradient.register_kernel("cuda")
 def _(dy: Tensor, x: Tensor, size: int, stride: int, padding: int, groups: int, tf32: bool) -> Tensor:
-    from bsam.engine.convolution_triton import weight_gradient
+    from bsam.engine.convolution_triton import sum_weight_gradient, weight_gradient
 
-    dw = _empty_sums(dy, x, size, groups)
-    weight_gradient(x, dy, dw, stride=stride, padding=padding, precision=_precision(tf32))
+    num_in, num_out = x.shape[1] // groups, dy.shape[1] // groups
+    chunks = num_chunks(dy, num_in, num_out, size, groups)
+    parts = torch.empty((chunks, groups, size, size, num_out, num_in), dtype=torch.float32, device=x.device)
+    weight_gradient(x, dy, parts, stride=stride, padding=padding, precision=_precision(tf32))
+    dw = _empty_weights(dy, x, size, groups)
+    sum_weight_gradient(parts, dw)
     return dw
 
 

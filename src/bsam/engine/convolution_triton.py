@@ -2,7 +2,7 @@
 
 Images lie pixel by pixel: (batch, height, width, groups x channels), so that a tile of pixels of one group is a matrix
 with short contiguous rows. A program takes one group, a tile of pixels and a tile of output channels, and adds up one
-small matrix product for each tap of the kernel and each block of input channels. With x, y and w of one group:
+small matrix product for some taps of the kernel and a block of input channels. With x, y and w of one group:
 
     forward   y[p, o]     =  sum over taps t, channels c of   x[p s + t - pad, c]       w[o, c, t]
     dgrad     dx[p, c]    =  sum over taps t, channels o of   dy[(p + pad - t) / s, o]   w[o, c, t]
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bsam.engine.convolution import power_of_2, weight_tiles
 
-__all__ = ["gather_convolution", "weight_gradient"]
+__all__ = ["gather_convolution", "sum_weight_gradient", "weight_gradient"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -29,8 +29,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     x, w, y, images, in_height, in_width, out_height, out_width,
     IN: tl.constexpr, OUT: tl.constexpr, GROUPS: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, TRANSPOSED: tl.constexpr, TAPS: tl.constexpr,
-    PRECISION: tl.constexpr, CACHE: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
     # With a stride, the transposed convolution reaches a pixel through those taps only that its row and column allow:
     # pixels of one remainder modulo the stride share them, and are computed together.
@@ -49,6 +48,15 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     taps_down = (SIZE - first_row + STEP - 1) // STEP
     taps_across = (SIZE - first_column + STEP - 1) // STEP
 
+    # The pixel of x is row0 + down, column0 + across, with down and across growing or falling from tap to tap.
+    if TRANSPOSED:
+        row0, column0 = (row + PAD - first_row) // STRIDE, (column + PAD - first_column) // STRIDE
+    else:
+        row0, column0 = row * STRIDE - PAD, column * STRIDE - PAD
+    row0, column0 = tl.where(here, row0, -SIZE - STRIDE), column0  # what is not here is far outside
+    from_x = x + (((image * in_height + row0) * in_width + column0) * (GROUPS * IN) + group * IN)[:, None]
+    SIGN: tl.constexpr = -1 if TRANSPOSED else 1
+
     # A turn takes TAPS taps and a block of channels: K = TAPS x BLOCK_IN terms of the sum.
     o = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     k = tl.arange(0, TAPS * BLOCK_IN)
@@ -56,38 +64,23 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK_P, BLOCK_OUT), dtype=tl.float32)
     for turn in range((taps_down * taps_across + TAPS - 1) // TAPS * BLOCKS):
         c = turn % BLOCKS * BLOCK_IN + k % BLOCK_IN
-        if TAPS == 1:
-            tap = turn // BLOCKS
-            tap_row, tap_column = first_row + tap // taps_across * STEP, first_column + tap % taps_across * STEP
-            used = c < IN
-            if TRANSPOSED:
-                i, j = (row + PAD - tap_row) // STRIDE, (column + PAD - tap_column) // STRIDE
-                inside = here & (row + PAD >= tap_row) & (column + PAD >= tap_column)
-            else:
-                i, j = row * STRIDE + tap_row - PAD, column * STRIDE + tap_column - PAD
-                inside = here & (i >= 0) & (j >= 0)
-            inside = (inside & (i < in_height) & (j < in_width))[:, None]
-            at = ((image * in_height + i) * in_width + j)[:, None]
-        else:
-            tap = turn // BLOCKS * TAPS + k // BLOCK_IN
-            tap_row, tap_column = first_row + tap // taps_across * STEP, first_column + tap % taps_across * STEP
-            used = (tap < taps_down * taps_across) & (c < IN)
-            if TRANSPOSED:
-                down, across = row[:, None] + PAD - tap_row[None, :], column[:, None] + PAD - tap_column[None, :]
-                i, j = down // STRIDE, across // STRIDE
-                inside = here[:, None] & (down >= 0) & (across >= 0)
-            else:
-                i = row[:, None] * STRIDE + tap_row[None, :] - PAD
-                j = column[:, None] * STRIDE + tap_column[None, :] - PAD
-                inside = here[:, None] & (i >= 0) & (j >= 0)
-            inside = inside & (i < in_height) & (j < in_width)
-            at = (image[:, None] * in_height + i) * in_width + j
-        inside = inside & used[None, :]
-        from_x = x + at * (GROUPS * IN) + (group * IN + c)[None, :]
-        xs = tl.load(from_x, mask=inside, other=0.0, cache_modifier=CACHE)
-        of = ((group * SIZE + tap_row) * SIZE + tap_column) * (IN * OUT)  # w has its own outputs innermost
-        of = (of + c)[:, None] + o[None, :] * IN if TRANSPOSED else (of + c * OUT)[:, None] + o[None, :]
-        ws = tl.load(w + of, mask=used[:, None] & (o[None, :] < OUT), other=0.0)
+        tap = turn // BLOCKS * TAPS  # a number, or one for each term
+        if TAPS > 1:
+            tap = tap + (k // BLOCK_IN)[None, :]
+        down, across = tap // taps_across, tap % taps_across
+        i, j = row0[:, None] + SIGN * down, column0[:, None] + SIGN * across
+        inside = (i >= 0) & (i < in_height) & (j >= 0) & (j < in_width)
+        used = (tap < taps_down * taps_across) & (c < IN)[None, :]
+        at = SIGN * (down * in_width + across) * (GROUPS * IN) + c[None, :]
+        xs = tl.load(from_x + at, mask=inside & used, other=0.0)
+        tap = turn // BLOCKS * TAPS
+        if TAPS > 1:
+            tap = tap + (k // BLOCK_IN)[:, None]
+        of = (group * SIZE + first_row + tap // taps_across * STEP) * SIZE + first_column + tap % taps_across * STEP
+        used = (tap < taps_down * taps_across) & (c < IN)[:, None] & (o < OUT)[None, :]
+        # w is [of, inputs, outputs], whichever of the two are the channels of x.
+        at = c[:, None] + o[None, :] * IN if TRANSPOSED else c[:, None] * OUT + o[None, :]
+        ws = tl.load(w + of * (IN * OUT) + at, mask=used, other=0.0)
         total = tl.dot(xs, ws, total, input_precision=PRECISION)
     to = ((image * out_height + row) * out_width + column) * (GROUPS * OUT) + group * OUT
     tl.store(y + to[:, None] + o[None, :], total.to(y.dtype.element_ty), mask=here[:, None] & (o[None, :] < OUT))
@@ -98,38 +91,32 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
     x, dy, dw, pixels, in_height, in_width, out_height, out_width, chunk,
     IN: tl.constexpr, OUT: tl.constexpr, GROUPS: tl.constexpr,
     SIZE: tl.constexpr, TAPS: tl.constexpr, WIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
-    PRECISION: tl.constexpr, CACHE: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
     # A program takes TAPS taps, padded to WIDE, and a block of input and of output channels.
     TILES: tl.constexpr = SIZE * SIZE // TAPS
     BLOCKS: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
     part, group, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tl.arange(0, WIDE * BLOCK_IN)
-    tap = tile % TILES * TAPS + n // BLOCK_IN
-    tap_row, tap_column = tap // SIZE, tap % SIZE
     block = tile // TILES
     c = block % BLOCKS * BLOCK_IN + n % BLOCK_IN
     o = block // BLOCKS * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     used = (n // BLOCK_IN < TAPS) & (c < IN)
+    tap = tile % TILES * TAPS + n // BLOCK_IN
+    of_tap = tap[None, :] if TAPS > 1 else tile % TILES
+    down, across = of_tap // SIZE, of_tap % SIZE
+    at = (down * in_width + across) * (GROUPS * IN) + (group * IN + c)[None, :]
     total = tl.zeros((BLOCK_OUT, WIDE * BLOCK_IN), dtype=tl.float32)
     end = tl.minimum(part * chunk + chunk, pixels)
     for first in range(part * chunk, end, BLOCK_P):
         p = first + tl.arange(0, BLOCK_P)
         here = p < end
-        row, column = p // out_width % out_height * STRIDE - PAD, p % out_width * STRIDE - PAD
-        image = p // (out_width * out_height) * in_height
-        if TAPS == 1:
-            i, j = row + tile % TILES // SIZE, column + tile % TILES % SIZE
-            inside = (here & (i >= 0) & (i < in_height) & (j >= 0) & (j < in_width))[:, None]
-            at = ((image + i) * in_width + j)[:, None]
-        else:
-            i, j = row[:, None] + tap_row[None, :], column[:, None] + tap_column[None, :]
-            inside = here[:, None] & (i >= 0) & (i < in_height) & (j >= 0) & (j < in_width)
-            at = (image[:, None] + i) * in_width + j
-        inside = inside & used[None, :]
-        from_x = x + at * (GROUPS * IN) + (group * IN + c)[None, :]
-        xs = tl.load(from_x, mask=inside, other=0.0, cache_modifier=CACHE)
+        row0, column0 = p // out_width % out_height * STRIDE - PAD, p % out_width * STRIDE - PAD
+        row0 = tl.where(here, row0, -SIZE)  # what is not here is outside
+        i, j = row0[:, None] + down, column0[:, None] + across
+        inside = (i >= 0) & (i < in_height) & (j >= 0) & (j < in_width) & used[None, :]
+        from_x = ((p // (out_width * out_height) * in_height + row0) * in_width + column0) * (GROUPS * IN)
+        xs = tl.load(x + from_x[:, None] + at, mask=inside, other=0.0)
         of = dy + (p * (GROUPS * OUT) + group * OUT)[:, None] + o[None, :]
         ds = tl.load(of, mask=here[:, None] & (o[None, :] < OUT), other=0.0)
         total = tl.dot(tl.trans(ds), xs, total, input_precision=PRECISION)
@@ -137,7 +124,20 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
     tl.store(dw + (of[None, :] + o[:, None]) * IN + c[None, :], total, mask=(o[:, None] < OUT) & used[None, :])
 
 
-CACHE = ""
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    parts, dw, chunks, pairs, pairs_of_all, TAPS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    # Pairs of an output and an input channel of one group; read tap by tap, written pair by pair.
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    group, tap = tl.program_id(1), tl.arange(0, WIDE)
+    mask = (tap < TAPS)[:, None] & (pair < pairs)[None, :]
+    at = (group * TAPS + tap)[:, None] * pairs + pair[None, :]
+    total = tl.zeros((WIDE, BLOCK), dtype=tl.float32)
+    for chunk in range(chunks):
+        total += tl.load(parts + chunk * pairs_of_all + at, mask=mask, other=0.0)
+    to = (group * pairs + pair)[None, :] * TAPS + tap[:, None]
+    tl.store(dw + to, total.to(dw.dtype.element_ty), mask=mask)
 
 
 def gather_blocks(num_in: int, num_out: int, size: int, few_taps: bool) -> tuple[int, int, int, int, int, int]:
@@ -175,8 +175,7 @@ def gather_convolution(
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _gather_kernel[grid](
             x, w, y, images, *x.shape[2:], height, width,
-            num_in, num_out, groups, size, stride, padding, transposed, taps, precision, CACHE,
-            block_p, block_in, block_out,
+            num_in, num_out, groups, size, stride, padding, transposed, taps, precision, block_p, block_in, block_out,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
@@ -207,7 +206,24 @@ def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: 
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _weight_kernel[(chunks, groups, tiles)](
             x, dy, dw, pixels, *x.shape[2:], *dy.shape[2:], chunk,
-            num_in, num_out, groups, size, taps, power_of_2(taps), stride, padding, precision, CACHE,
+            num_in, num_out, groups, size, taps, power_of_2(taps), stride, padding, precision,
             block_p, block_in, block_out,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
+
+
+def sum_weight_gradient(parts: Tensor, dw: Tensor) -> None:
+    """Write the sum of the chunks into dw, in torch's order.
+
+    Args:
+        parts: From `weight_gradient`.
+        dw: (groups, outputs, inputs, size, size), contiguous.
+    """
+    chunks, groups, size, _, num_out, num_in = parts.shape
+    pairs, taps = num_out * num_in, size * size
+    wide = power_of_2(taps)
+    block = max(16, 2048 // wide)
+    with torch.cuda.device_of(parts):  # type: ignore[no-untyped-call]
+        _sum_kernel[(triton.cdiv(pairs, block), groups)](
+            parts, dw, chunks, pairs, groups * taps * pairs, taps, wide, block, num_warps=4
+        )

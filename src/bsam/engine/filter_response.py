@@ -13,8 +13,9 @@ and, with dy = dz where y > tau (half of it where they are equal),
 Few sums serve everything: that is what automatic differentiation does not see. All is computed in float32, or float64
 for such inputs.
 
-The two operators here are those formulas on the CPU and one kernel each on CUDA. Under vmap over the weights, the weight
-sets lie side by side in the channels, as in a convolution with groups: bias, gamma, beta and tau are (groups, channels).
+The two operators here are those formulas on the CPU and one kernel each on CUDA. Under vmap over the weights, the sets
+of weights lie side by side in the channels, as in a convolution with groups: bias, gamma, beta and tau are
+(groups, channels).
 """
 
 from __future__ import annotations

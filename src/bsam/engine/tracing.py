@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.split_module import split_module
 
 from bsam.engine import convolution, filter_response
@@ -89,7 +92,10 @@ def _compile(graph: GraphModule, inputs: list[Tensor]) -> Function:
         warnings.simplefilter("ignore")  # the compiler's own: deprecations, hints on speed
         from torch._inductor import compile as compile_graph
 
-        compiled: Function = compile_graph(graph, inputs, options=OPTIONS)  # type: ignore[arg-type]
+        # What is compiled for fixed shapes is kept on disk, if the compiler is told that they are.
+        fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
+        with tracing(TracingContext(fake)):
+            compiled: Function = compile_graph(graph, inputs, options=OPTIONS)  # type: ignore[arg-type]
     return compiled
 
 
