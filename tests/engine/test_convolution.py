@@ -86,9 +86,7 @@ def test_operators_keep_torchs_contract(shape):
     _, groups, _, _, height, width, size, stride = shape
     padding = padding_of(size)
     tests = ("test_schema", "test_faketensor")  # there is no autograd: they are used behind it
-    torch.library.opcheck(
-        ops.convolution.default, (x, _by_tap(w, groups), stride, padding, False), test_utils=tests
-    )
+    torch.library.opcheck(ops.convolution.default, (x, _by_tap(w, groups), stride, padding, False), test_utils=tests)
     torch.library.opcheck(
         ops.convolution_input_gradient.default,
         (dy, _by_tap(w, groups), height, width, stride, padding, False),

@@ -67,9 +67,7 @@ def decompositions(*, least_groups: int = 2) -> dict[Any, Callable[..., Any]]:
                 dy, _by_tap(w, groups), x.shape[2], x.shape[3], stride, padding, _tf32()
             )
         if mask[1]:
-            dw = torch.ops.bsam.convolution_weight_gradient(
-                dy, _last(x), w.shape[2], stride, padding, groups, _tf32()
-            )
+            dw = torch.ops.bsam.convolution_weight_gradient(dy, _last(x), w.shape[2], stride, padding, groups, _tf32())
         if mask[2]:
             db = dy.sum((0, 2, 3))
         return dx, dw, db

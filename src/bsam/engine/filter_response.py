@@ -1,7 +1,7 @@
 """Filter response normalisation (Singh and Krishnan, 2020) and its derivative, each in one pass over memory on CUDA.
 
-With the bias of the convolution in front and what a shortcut adds behind, and sums over the pixels of one channel of one
-example,
+With the bias of the convolution in front, what a shortcut adds behind, and sums over the pixels of one channel of one
+example:
 
     r = 1 / sqrt(mean((x + bias)^2) + eps),   v = (x + bias) r,   y = gamma v + beta,   z = max(y, tau) + skip
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -140,6 +141,34 @@ class TorchStep:
             self._step()
         finally:
             del base.found_inf, base.grad_scale  # type: ignore[attr-defined]
+
+    def signature(self, device: torch.device) -> tuple[Any, ...] | None:
+        """What a captured step depends on, apart from the learning rate; None if this step must not be captured."""
+        base = self._base
+        hooks = (*base._optimizer_step_pre_hooks, *base._optimizer_step_post_hooks)  # run in Python, in every step
+        if device.type != "cuda" or hooks or not self._fuse(device) or self._starts() or not base.state:
+            return None
+        options = [tuple((k, v) for k, v in g.items() if k not in ("params", "lr")) for g in base.param_groups]
+        return id(base.state), id(base.param_groups), *options
+
+    def state(self) -> list[Tensor]:
+        """All that a step writes to."""
+        tensors = [t for state in self._base.state.values() for t in state.values() if isinstance(t, Tensor)]
+        return [*(p for group in self._base.param_groups for p in group["params"]), *tensors]
+
+    @contextmanager
+    def reading(self, rates: Tensor) -> Iterator[None]:
+        """Let the learning rates be read from the device, one for each group, and the step be captured."""
+        saved = [dict(group) for group in self._base.param_groups]
+        for group, rate in zip(self._base.param_groups, rates.unbind(), strict=True):
+            group["lr"] = rate
+            if "capturable" in group:
+                group["capturable"] = True
+        try:
+            yield
+        finally:
+            for group, before in zip(self._base.param_groups, saved, strict=True):
+                group.update(before)
 
     def _step(self) -> None:
         if not self._of_sam:

@@ -49,7 +49,7 @@ def compile_in_two(function: Function, inputs: list[Tensor], *, least_groups: in
     last = _last_sums(graph)
     if not last:
         return _compile(graph, inputs)
-    parts = split_module(graph, graph, lambda node: int(node in last))  # type: ignore[arg-type]
+    parts = split_module(graph, graph, lambda node: int(node in last))
     _CompileParts(parts).run(*inputs)
     return parts
 
@@ -75,16 +75,12 @@ def _share_layouts(graph: GraphModule) -> None:
     aten, seen = torch.ops.aten, {}  # type: ignore[var-annotated]
     for node in graph.graph.nodes:
         is_view = node.target in (aten.permute.default, aten.reshape.default)
-        is_layout = node.target is aten.clone.default and all(_name(user).startswith("bsam.conv") for user in node.users)
+        is_layout = node.target is aten.clone.default and all("bsam.conv" in str(user.target) for user in node.users)
         if is_view or is_layout:
             first = seen.setdefault((node.target, str(node.args), str(node.kwargs)), node)
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.graph.erase_node(node)
-
-
-def _name(node: Node) -> str:
-    return str(node.target)
 
 
 def _compile(graph: GraphModule, inputs: list[Tensor]) -> Function:
@@ -105,7 +101,8 @@ def _last_sums(graph: GraphModule) -> set[Node]:
 
     def is_partial(node: Node) -> bool:
         if node.target is operator.getitem:  # dx of a filter response is used at once, its sums are not
-            return node.args[0].target is ops.filter_response_backward.default and node.args[1] == 1  # type: ignore[union-attr]
+            of, index = node.args[0], int(node.args[1])  # type: ignore[arg-type]
+            return index == 1 and getattr(of, "target", None) is ops.filter_response_backward.default
         return node.target is ops.convolution_weight_gradient.default
 
     found: set[Node] = set()

@@ -9,6 +9,7 @@ of bSAM is a kernel of its own, because it keeps its noise in registers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,10 +24,8 @@ from bsam.forward import map_tensors
 from bsam.gradients import LossFunction, LossModule, keys_of, reached_by
 from bsam.optim.base import all_finite, clip_gradient
 from bsam.optim.batch import split_batch
-from bsam.optim.bsam import BSAM
 from bsam.optim.gaussian import GaussianOptimizer
 from bsam.optim.probing import Slot
-from bsam.optim.sam import SAM
 from bsam.optim.together import GradAtStack, probe_stack, why_not
 from bsam.optim.vogn import VOGN
 
@@ -152,6 +151,8 @@ class TrainStep:
         self._fixed = self._fixed_options()
 
         self._rates = torch.zeros((len(method.param_groups), len(RATES) + 2), dtype=torch.float64, device=self.device)
+        self._lr = self._rates[:, 0].float()
+        """The learning rates as torch's optimizers read them."""
         self._known_rates: list[list[float]] = []
         self._batch = [torch.zeros_like(t) for t in _tensors(self._example)]
         self._skipped = torch.tensor([m.skipped_steps for m in self._methods], device=self.device)
@@ -188,9 +189,8 @@ class TrainStep:
 
         self._fill(_tensors(self._example))
         self._send_rates()
-        looks_twice = isinstance(method, BSAM | SAM)
-        self._gradient = self._compile_gradient(least_groups) if compile and looks_twice else None
-        """Gradients at given weights: compiled once, where a step asks for them twice."""
+        self._gradient = self._compile_gradient(least_groups) if compile and not isinstance(method, VOGN) else None
+        """Gradients at given weights: compiled by itself, because a step may ask for them twice."""
         flat, self._spec = pytree.tree_flatten(self._inputs())
         function = (
             compile_function(self._flat_step, flat, least_groups=least_groups)
@@ -203,7 +203,9 @@ class TrainStep:
             function(*flat)
 
         self._whole: Callable[[], None] = whole
-        if cuda_graph is True or (cuda_graph == "auto" and compile and self.device.type == "cuda"):
+        self._captures = cuda_graph is True or (cuda_graph == "auto" and compile and self.device.type == "cuda")
+        self._captured_steps: tuple[Any, Callable[[], None]] | None = None
+        if self._captures:
             self._whole = Captured(whole, self.device, undo=self._snapshot(flat))
 
     # ------------------------------------------------------------------ a step
@@ -385,6 +387,7 @@ class TrainStep:
             values.append([float(group.get(name, 0.0)) for name in RATES] + [float(beta) for beta in betas])
         if values != self._known_rates:
             self._rates.copy_(torch.tensor(values, dtype=torch.float64))
+            self._lr.copy_(self._rates[:, RATES.index("lr")])
             self._known_rates = values
 
     # ------------------------------------------------------------------ packs and buffers are the model's own
@@ -450,6 +453,21 @@ class TrainStep:
 
     def _step_optimizers(self) -> None:
         """One step of each run's torch optimizer with the gradients of the traced part."""
+        signatures = [step.signature(self.device) for step in self._torch_steps] if self._captures else [None]
+        if None in signatures:
+            self._step_each()
+            return
+        if self._captured_steps is None or self._captured_steps[0] != signatures:
+            from bsam.engine.tracing import Captured
+
+            with ExitStack() as stack:
+                for step in self._torch_steps:
+                    stack.enter_context(step.reading(self._lr))
+                written = [t for step in self._torch_steps for t in step.state()]
+                self._captured_steps = signatures, Captured(self._step_each, self.device, self._snapshot(written))
+        self._captured_steps[1]()
+
+    def _step_each(self) -> None:
         for run, step in enumerate(self._torch_steps):
             gradients = [
                 (slot.parameter, pack.view(gradient, run, place))
