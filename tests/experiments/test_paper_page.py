@@ -68,6 +68,7 @@ def results(tmp_path_factory):
     """Records of full, reduced and tiny runs, of a sweep, the demo and the figures' numbers."""
     folder = tmp_path_factory.mktemp("results")
     records = [invent(f"table1/cifar10/{m}", seed, 3 + i) for i, m in enumerate(METHODS) for seed in range(5)]
+    records += [invent("here/cifar10/ivon", seed, 2) for seed in range(5)]
     records += [invent("table6/mnist/bsam", seed, 6, ["epochs=10"]) for seed in range(2)]
     records += [record_a_run(tmp_path_factory.mktemp("run"), "table6/fashionmnist/bsam", 0)]
     for record in records:
@@ -121,7 +122,7 @@ def test_every_table_is_there_with_its_numbers(page, results):
             for row, (label, *cells) in zip(block.rows, shown, strict=True):
                 assert label == row.label
                 for cell, text in zip(row.cells, cells, strict=True):
-                    assert f"paper {cell.published.printed}" in text
+                    assert f"paper {cell.published.printed if cell.published else '—'}" in text
                     digits = {"accuracy": 2, "nll": 3, "ece": 4, "auroc": 3}[cell.metric]
                     assert text.startswith("– missing" if cell.mean is None else f"{cell.mean:.{digits}f} (")
                     if cell.sd is not None:
@@ -133,14 +134,21 @@ def test_the_overview_counts_the_marks(page, results):
         rows = [row for block in compare(name, results / "runs").blocks for row in block.rows]
         marks = [cell.mark for row in rows for cell in row.cells]
         assert [int(c) for c in counts] == [
-            marks.count(m) for m in ("matches", "better", "worse", "reduced", "missing")
+            marks.count(m) for m in ("matches", "better", "worse", "reduced", "missing", "ours")
         ]
 
 
 def test_marks_are_said_in_words_and_explained(page):
     legend = re.search(r'<dl class="legend">(.*?)</dl>', page, re.DOTALL).group(1)
     cells = [cell for rows in tables_of(page).values() for row in rows for cell in row[1:]]
-    for symbol, mark in {"=": "matches", "▲": "better", "▼": "worse", "◐": "reduced", "–": "missing"}.items():
+    for symbol, mark in {
+        "=": "matches",
+        "▲": "better",
+        "▼": "worse",
+        "◐": "reduced",
+        "–": "missing",
+        "○": "ours",
+    }.items():
         assert f"<dt>{symbol} {mark}</dt>" in legend
         assert any(f"{symbol} {mark}" in cell for cell in cells), mark
     assert "Best in bold by a Welch test against the best at 5%" in legend
@@ -317,14 +325,14 @@ def test_a_click_on_a_head_sorts(open_page):
     window = open_page()
     table = window.locator("#table1 ~ table").first
     before = column_of(table, 0)
-    assert before == list(range(1, 8))
+    assert before == list(range(1, len(before) + 1))
     accuracy = table.locator("thead th").nth(1)
     for order, reverse in (("descending", True), ("ascending", False)):  # higher is better: the best first
         accuracy.get_by_role("button").click()
         assert accuracy.get_attribute("aria-sort") == order
         values = column_of(table, 1)
-        assert values[:4] == sorted(values[:4], reverse=reverse)
-        assert values[4:] == [None] * 3  # what is missing stays last
+        assert values[:5] == sorted(values[:5], reverse=reverse)
+        assert values[5:] == [None] * (len(before) - 5)  # what is missing stays last
     nll = table.locator("thead th").nth(2)
     nll.get_by_role("button").click()
     assert nll.get_attribute("aria-sort") == "ascending"

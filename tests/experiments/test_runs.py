@@ -31,6 +31,8 @@ SHORT["swag"] = ["epochs=2", "swag_epochs=2", "swag_interval=2", "batch_size=200
 
 
 def short(method, *changes):
+    if method == "ivon":
+        pytest.importorskip("ivon")
     return override(preset(f"digits/{method}"), [*SHORT[method], *changes])
 
 
@@ -63,6 +65,7 @@ def test_every_method_goes_on_exactly_where_it_stopped(method, digits, tmp_path)
         "laplace": None,
         "vogn": bsam.DiagonalGaussian,
         "bsam": bsam.DiagonalGaussian,
+        "ivon": bsam.DiagonalGaussian,
     }
     kind = expected.get(method, bsam.PointMass)
     posterior = whole.posterior()
