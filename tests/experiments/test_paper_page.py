@@ -82,6 +82,11 @@ def results(tmp_path_factory):
         series = [{"label": label, "x": x, "seeds": [2, 1, 2], "metrics": found} for label, found in metrics.items()]
         study = {"what": "", "title": title, "x": "setting", "scale": "tiny", "series": series}
         write_json(folder / f"{file}.json", study | {"environment": environment(), "command": "bsam sweep rho"})
+    seeds = [{"seed": 100, "accuracy": 0.9, "nll": nll, "ece": 0.02, "auroc": 0.9} for nll in (0.4, 0.3)]
+    tries = [{"settings": {"lr": seed["nll"]}, "nll": seed["nll"], "seeds": [seed]} for seed in seeds]
+    tries.append({"settings": {"lr": 9.0}, "nll": None, "seeds": [{"seed": 100, "diverged": "not finite"}]})
+    tuning = {"rule": "the lowest NLL", "validation": 5000, "epochs": 60, "tries": tries, "seconds": 50.0}
+    write_json(folder / "tuning_cifar10.json", tuning | {"chosen": tries[1], "command": "bsam tune cifar10"})
     for name in ("demo.json", "figures.json"):
         (folder / name).write_text((ROOT / "results" / name).read_text())
     return folder
@@ -185,6 +190,21 @@ def test_the_demo_is_shown_as_recorded(page):
     assert tables_of(page)["The digits demo"] == [[name, *row] for name, row in demo.cells(record)]
 
 
+def test_rows_of_ours_say_their_settings(page):
+    ours = "IVON (added here) is not in the paper. Its settings: published by its authors"
+    assert page.count(ours) == 1
+    block = page[page.index("ResNet-20-FRN on CIFAR-10</h3>") :]
+    assert block.index("</table>") < block.index(ours) < block.index("<h3>")
+
+
+def test_the_tries_of_a_tuning_are_shown_the_best_first(page):
+    assert "3 settings, each with 60 epochs, 1 seed, rated on 5,000 training examples that were held out" in page
+    rows = tables_of(page)["Settings chosen here"]
+    assert [row[0] for row in rows] == ["lr = 0.3", "lr = 0.4", "lr = 9.0"]
+    assert rows[0][1:3] == ["90.00 (-)", "0.300 (-)"]
+    assert rows[2][1:] == ["diverged"] * 4
+
+
 def commands_of(page):
     blocks = re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)
     return {line for block in blocks for line in html.unescape(re.sub(r"<[^>]*>", "", block)).splitlines()}
@@ -204,7 +224,10 @@ def test_every_command_is_one_of_the_app(page):
 
 def test_under_every_number_is_its_command(page):
     for label, table in re.findall(r'<table class="sortable" aria-label="([^"]*)">(.*?)</table>', page, re.DOTALL):
-        if label not in {title for title, _ in STUDIES.values()}:  # one command for all of its rows, below the table
+        if label not in {
+            "Settings chosen here",
+            *(title for title, _ in STUDIES.values()),
+        }:  # one command for all of its rows, below the table
             assert table.count("<pre>") == table.count("<tbody>"), label
 
 
@@ -228,7 +251,13 @@ def test_without_any_record_everything_is_missing(tmp_path):
         if label != "Overview":
             assert all(cell.startswith("– missing") for row in rows for cell in row[1:]), label
     assert page.count("Not drawn yet.") == len(FIGURES)
-    assert {"bsam demo", "bsam sweep rho", "bsam ablate noise", "bsam ablate curvature"} <= commands_of(page)
+    assert {
+        "bsam demo",
+        "bsam sweep rho",
+        "bsam ablate noise",
+        "bsam ablate curvature",
+        "bsam tune cifar10",
+    } <= commands_of(page)
     assert "No run is recorded yet." in page
 
 

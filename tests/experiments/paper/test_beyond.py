@@ -56,6 +56,7 @@ def test_the_tuned_row_has_the_settings_that_were_chosen():
         record = json.loads(RECORD.read_text())
         assert settings == record["chosen"]["settings"]
         assert record["base"] == "table1/cifar10/bsam"
+        assert f"{record['validation']:,} training images" in beyond()["here/cifar10/bsam-tuned"].about
 
 
 def test_a_row_without_settings_is_not_there_yet(monkeypatch):
@@ -79,11 +80,24 @@ def test_the_table_shows_them_without_a_number_of_the_papers(tmp_path):
     assert {(cell.mark, cell.difference, cell.published) for cell in row.cells} == {("ours", None, None)}
     shown = comparison_markdown(compare("table1", tmp_path))
     assert "| IVON (added here)<br>5 seeds, 180 epochs | **90.02 (0.02)**<br>— |" in shown
-    assert f"\n\nNot in the paper: {settings_line(IVON)}" in shown
+    assert f"\n\n{settings_line(IVON)}" in shown
+
+
+def test_on_the_tiny_scale_the_settings_are_others_and_not_said(tmp_path):
+    write_record(tmp_path, IVON, 0, scale="tiny", config=preset("digits/ivon"))
+    assert settings_line(IVON) not in comparison_markdown(compare("table1", tmp_path))
 
 
 def test_the_settings_are_said():
     assert settings_line(IVON) == (
-        "IVON (added here): settings published by its authors for this network with augmented images, batches of 50 "
-        "and 200 epochs; lr = 0.2, beta1 = 0.9, prior_precision = 10.0, beta2 = 0.99999, initial_hessian = 0.5."
+        "IVON (added here) is not in the paper. Its settings: published by its authors for this network with augmented "
+        "images, batches of 50 and 200 epochs; lr = 0.2, beta1 = 0.9, prior_precision = 10.0, beta2 = 0.99999, "
+        "initial_hessian = 0.5."
     )
+
+
+def test_a_setting_that_differs_from_the_block_is_said_even_if_it_is_the_default(monkeypatch):
+    changed = contents()
+    changed[IVON]["settings"]["schedule"] = "cosine"
+    monkeypatch.setattr(module, "contents", lambda: changed)
+    assert ", schedule = " in settings_line(IVON)

@@ -56,6 +56,12 @@ def test_a_grid_is_all_combinations_and_each_once(tmp_path):
         assert config == dataclasses.replace(whole, validation=300, epochs=2, swag_interval=config.swag_interval)
 
 
+def test_every_try_has_a_folder_of_its_own(tmp_path):
+    tuning = read_tuning(str(write_grid(tmp_path, GRID.replace("[0.001, 1.0]", "[1e-30, 1e30, 1.0]"))))
+    tasks = plan_tries(tuning, tmp_path).tasks
+    assert len({task.folder for task in tasks}) == len({task.record for task in tasks}) == 2 * 4
+
+
 def test_the_schedule_shrinks_with_the_epochs():
     tuning = read_tuning("cifar10")
     first, config = tuning.tries[0]

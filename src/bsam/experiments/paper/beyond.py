@@ -12,7 +12,20 @@ from bsam.experiments.config import FIELDS
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import METRICS, PAPER_SAMPLES, PaperBlock, PaperRow, PaperTable, paper_tables
 
-__all__ = ["Beyond", "all_tables", "beyond", "settings_line"]
+__all__ = ["Beyond", "all_tables", "beyond", "contents", "settings_line"]
+
+_SHARED = (
+    "dataset",
+    "model",
+    "epochs",
+    "batch_size",
+    "schedule",
+    "milestones",
+    "warmup_epochs",
+    "augment",
+    "drop_last",
+)
+"""What the runs of a block have in common, if a row does not change it."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +75,11 @@ def _extended(table: str, block: PaperBlock) -> PaperBlock:
 
 def settings_line(name: str) -> str:
     """A row of ours in a sentence: where its settings are from, and those that not all of its block have."""
-    row, config = beyond()[name], preset(name)
-    neighbour = preset(f"{row.table}/{row.block}/sgd")
-    shared = ("dataset", "model", "epochs", "batch_size", "schedule", "milestones", "warmup_epochs", "drop_last")
+    row, config, changed = beyond()[name], preset(name), contents()[name]["settings"]
     shown = [
         f"{field} = {getattr(config, field)}"
         for field, info in FIELDS.items()
-        if field not in ("method", *(f for f in shared if getattr(config, f) == getattr(neighbour, f)))
-        and getattr(config, field) != info.default
+        if field in changed or (field not in _SHARED and getattr(config, field) != info.default)
+        if field != "method"
     ]
-    return f"{row.label}: {row.about}; {', '.join(shown)}."
+    return f"{row.label} is not in the paper. Its settings: {row.about}; {', '.join(shown)}."

@@ -118,7 +118,8 @@ def _beyond() -> dict[str, tuple[str, Values]]:
             continue
         block = f"{row['table']}/{row['block']}"
         base = paper[f"{block}/{method}"][1] if f"{block}/{method}" in paper else _shared(block)
-        presets[name] = f"Not in the paper: {row['label']}, beside {block}; {row['about']}.", {**base, **changes}
+        title = f"Not in the paper: {row['label']}, beside {block}; settings: {row['about']}."
+        presets[name] = "\n# ".join([title, *row.get("comment", "").splitlines()]), {**base, **changes}
     return presets
 
 

@@ -28,7 +28,15 @@ from bsam.experiments.paper.results import PAPER_SEEDS
 from bsam.experiments.recorded import recorded
 from bsam.experiments.report.diagrams import draw_curves, draw_reliability
 from bsam.experiments.report.page import write_page
-from bsam.experiments.reproduce.show import TITLES, block_notes, number, scale_note, tuning_rows, tuning_sentence
+from bsam.experiments.reproduce.show import (
+    TITLES,
+    number,
+    scale_note,
+    scale_notes,
+    settings_notes,
+    tuning_rows,
+    tuning_sentence,
+)
 from bsam.experiments.reproduce.studies import ABLATIONS, Study, sweep_rho
 
 __all__ = ["write_paper_page"]
@@ -126,7 +134,8 @@ def _table(comparison: Comparison, records: Path) -> dict[str, Any]:
         "blocks": [
             {
                 "title": block.title,
-                "notes": block_notes(block),
+                "notes": scale_notes(block),
+                "settings": settings_notes(block),
                 "rows": [_line(row) for row in block.rows],
                 "diagrams": list(_diagrams(comparison.table, block, records)),
             }

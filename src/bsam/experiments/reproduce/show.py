@@ -15,11 +15,12 @@ from bsam.experiments.paper.beyond import settings_line
 __all__ = [
     "BEST_NOTE",
     "TITLES",
-    "block_notes",
     "block_table",
     "comparison_markdown",
     "number",
     "scale_note",
+    "scale_notes",
+    "settings_notes",
     "study_markdown",
     "study_tables",
     "tuning_markdown",
@@ -42,11 +43,14 @@ def scale_note(scale: str | None) -> str:
     return _NOTES[scale or "full"]
 
 
-def block_notes(block: Block) -> list[str]:
-    """What has to be said under the rows of a block: how they were cut, and the settings of those that are ours."""
-    scales = sorted({row.scale for row in block.rows if row.scale})
-    ours = [settings_line(row.preset) for row in block.rows if row.ours and row.preset]
-    return [*filter(None, map(scale_note, scales)), *(f"Not in the paper: {line}" for line in ours)]
+def scale_notes(block: Block) -> list[str]:
+    """What has to be said about all rows of a block."""
+    return [note for scale in sorted({row.scale for row in block.rows if row.scale}) if (note := scale_note(scale))]
+
+
+def settings_notes(block: Block) -> list[str]:
+    """The settings of rows that are ours; on the tiny scale they are others."""
+    return [settings_line(row.preset) for row in block.rows if row.ours and row.preset and row.scale != "tiny"]
 
 
 def number(metric: str, mean: float | None, sd: float | None) -> str:
@@ -77,7 +81,7 @@ def block_table(comparison: Comparison, block: Block) -> Table:
     """A block; of each row three lines: ours, the paper's, the difference and its mark."""
     table = Table(
         title=f"{comparison.table}: {comparison.title}. {block.title}",
-        caption="\n".join(block_notes(block)) or None,
+        caption="\n".join(scale_notes(block) + settings_notes(block)) or None,
         box=box.SIMPLE,
         show_edge=False,
         padding=(0, 1, 0, 0),  # fits 80 columns
@@ -162,7 +166,7 @@ def comparison_markdown(comparison: Comparison) -> str:
             name = f"{row.label}<br>{_extent(row)}" if row.seeds else row.label
             lines.append(f"| {name} | {' | '.join(_markdown(cell) for cell in row.cells)} |")
         parts.append("\n".join(lines))
-        parts += block_notes(block)
+        parts += scale_notes(block) + settings_notes(block)
     return "\n\n".join(parts)
 
 

@@ -97,7 +97,7 @@ def plan_tries(tuning: Tuning, runs: Path) -> Plan:
 
 
 def _task(tuning: Tuning, options: dict[str, Any], config: Config, seed: int, runs: Path) -> Task:
-    words = re.sub(r"[^\w.=,-]+", "-", ",".join(f"{name}={value}" for name, value in options.items()))
+    words = re.sub(r"[^\w.=,+-]+", "-", ",".join(f"{name}={value}" for name, value in options.items()))
     name = f"tune/{tuning.name}/{tuning.epochs}-epochs/{words}"
     base = preset(tuning.base)
     differences = [f"{f}={toml_value(getattr(config, f))}" for f in FIELDS if getattr(config, f) != getattr(base, f)]
