@@ -132,7 +132,7 @@ def _show_plan(console: Console, plan: Plan, scale: Scale, records: Path, jobs: 
     left = Counter(task.name for task in plan.tasks)
     there = Counter(task.name for task in plan.recorded)
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("run", no_wrap=True)
+    table.add_column("run", overflow="fold")
     for column in ("epochs", "seeds left", "recorded", "one takes"):
         table.add_column(column, justify="right")
     table.add_column("by")
