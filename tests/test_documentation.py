@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bsam.experiments import demo
-from bsam.experiments.config import from_mapping
 from bsam.experiments.comparison import TABLES
+from bsam.experiments.config import from_mapping
 from bsam.experiments.tables import pages, rewrite
 
 ROOT = Path(__file__).parent.parent
