@@ -68,6 +68,7 @@ def results(tmp_path_factory):
     """Records of full, reduced and tiny runs, of a sweep, the demo and the figures' numbers."""
     folder = tmp_path_factory.mktemp("results")
     records = [invent(f"table1/cifar10/{m}", seed, 3 + i) for i, m in enumerate(METHODS) for seed in range(5)]
+    records += [invent("here/cifar10/ivon", seed, 2) for seed in range(5)]
     records += [invent("table6/mnist/bsam", seed, 6, ["epochs=10"]) for seed in range(2)]
     records += [record_a_run(tmp_path_factory.mktemp("run"), "table6/fashionmnist/bsam", 0)]
     for record in records:
@@ -81,6 +82,11 @@ def results(tmp_path_factory):
         series = [{"label": label, "x": x, "seeds": [2, 1, 2], "metrics": found} for label, found in metrics.items()]
         study = {"what": "", "title": title, "x": "setting", "scale": "tiny", "series": series}
         write_json(folder / f"{file}.json", study | {"environment": environment(), "command": "bsam sweep rho"})
+    seeds = [{"seed": 100, "accuracy": 0.9, "nll": nll, "ece": 0.02, "auroc": 0.9} for nll in (0.4, 0.3)]
+    tries = [{"settings": {"lr": seed["nll"]}, "nll": seed["nll"], "seeds": [seed]} for seed in seeds]
+    tries.append({"settings": {"lr": 9.0}, "nll": None, "seeds": [{"seed": 100, "diverged": "not finite"}]})
+    tuning = {"rule": "the lowest NLL", "validation": 5000, "epochs": 60, "tries": tries, "seconds": 50.0}
+    write_json(folder / "tuning_cifar10.json", tuning | {"chosen": tries[1], "command": "bsam tune cifar10"})
     for name in ("demo.json", "figures.json"):
         (folder / name).write_text((ROOT / "results" / name).read_text())
     return folder
@@ -121,7 +127,7 @@ def test_every_table_is_there_with_its_numbers(page, results):
             for row, (label, *cells) in zip(block.rows, shown, strict=True):
                 assert label == row.label
                 for cell, text in zip(row.cells, cells, strict=True):
-                    assert f"paper {cell.published.printed}" in text
+                    assert f"paper {cell.published.printed if cell.published else '—'}" in text
                     digits = {"accuracy": 2, "nll": 3, "ece": 4, "auroc": 3}[cell.metric]
                     assert text.startswith("– missing" if cell.mean is None else f"{cell.mean:.{digits}f} (")
                     if cell.sd is not None:
@@ -133,14 +139,21 @@ def test_the_overview_counts_the_marks(page, results):
         rows = [row for block in compare(name, results / "runs").blocks for row in block.rows]
         marks = [cell.mark for row in rows for cell in row.cells]
         assert [int(c) for c in counts] == [
-            marks.count(m) for m in ("matches", "better", "worse", "reduced", "missing")
+            marks.count(m) for m in ("matches", "better", "worse", "reduced", "missing", "ours")
         ]
 
 
 def test_marks_are_said_in_words_and_explained(page):
     legend = re.search(r'<dl class="legend">(.*?)</dl>', page, re.DOTALL).group(1)
     cells = [cell for rows in tables_of(page).values() for row in rows for cell in row[1:]]
-    for symbol, mark in {"=": "matches", "▲": "better", "▼": "worse", "◐": "reduced", "–": "missing"}.items():
+    for symbol, mark in {
+        "=": "matches",
+        "▲": "better",
+        "▼": "worse",
+        "◐": "reduced",
+        "–": "missing",
+        "○": "ours",
+    }.items():
         assert f"<dt>{symbol} {mark}</dt>" in legend
         assert any(f"{symbol} {mark}" in cell for cell in cells), mark
     assert "Best in bold by a Welch test against the best at 5%" in legend
@@ -177,6 +190,21 @@ def test_the_demo_is_shown_as_recorded(page):
     assert tables_of(page)["The digits demo"] == [[name, *row] for name, row in demo.cells(record)]
 
 
+def test_rows_of_ours_say_their_settings(page):
+    ours = "IVON (added here) is not in the paper. Its settings: published by its authors"
+    assert page.count(ours) == 1
+    block = page[page.index("ResNet-20-FRN on CIFAR-10</h3>") :]
+    assert block.index("</table>") < block.index(ours) < block.index("<h3>")
+
+
+def test_the_tries_of_a_tuning_are_shown_the_best_first(page):
+    assert "3 settings, each with 60 epochs, 1 seed, rated on 5,000 training examples that were held out" in page
+    rows = tables_of(page)["Settings chosen here"]
+    assert [row[0] for row in rows] == ["lr = 0.3", "lr = 0.4", "lr = 9.0"]
+    assert rows[0][1:3] == ["90.00 (-)", "0.300 (-)"]
+    assert rows[2][1:] == ["diverged"] * 4
+
+
 def commands_of(page):
     blocks = re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)
     return {line for block in blocks for line in html.unescape(re.sub(r"<[^>]*>", "", block)).splitlines()}
@@ -196,7 +224,10 @@ def test_every_command_is_one_of_the_app(page):
 
 def test_under_every_number_is_its_command(page):
     for label, table in re.findall(r'<table class="sortable" aria-label="([^"]*)">(.*?)</table>', page, re.DOTALL):
-        if label not in {title for title, _ in STUDIES.values()}:  # one command for all of its rows, below the table
+        if label not in {
+            "Settings chosen here",
+            *(title for title, _ in STUDIES.values()),
+        }:  # one command for all of its rows, below the table
             assert table.count("<pre>") == table.count("<tbody>"), label
 
 
@@ -220,7 +251,13 @@ def test_without_any_record_everything_is_missing(tmp_path):
         if label != "Overview":
             assert all(cell.startswith("– missing") for row in rows for cell in row[1:]), label
     assert page.count("Not drawn yet.") == len(FIGURES)
-    assert {"bsam demo", "bsam sweep rho", "bsam ablate noise", "bsam ablate curvature"} <= commands_of(page)
+    assert {
+        "bsam demo",
+        "bsam sweep rho",
+        "bsam ablate noise",
+        "bsam ablate curvature",
+        "bsam tune cifar10",
+    } <= commands_of(page)
     assert "No run is recorded yet." in page
 
 
@@ -317,14 +354,14 @@ def test_a_click_on_a_head_sorts(open_page):
     window = open_page()
     table = window.locator("#table1 ~ table").first
     before = column_of(table, 0)
-    assert before == list(range(1, 8))
+    assert before == list(range(1, len(before) + 1))
     accuracy = table.locator("thead th").nth(1)
     for order, reverse in (("descending", True), ("ascending", False)):  # higher is better: the best first
         accuracy.get_by_role("button").click()
         assert accuracy.get_attribute("aria-sort") == order
         values = column_of(table, 1)
-        assert values[:4] == sorted(values[:4], reverse=reverse)
-        assert values[4:] == [None] * 3  # what is missing stays last
+        assert values[:5] == sorted(values[:5], reverse=reverse)
+        assert values[5:] == [None] * (len(before) - 5)  # what is missing stays last
     nll = table.locator("thead th").nth(2)
     nll.get_by_role("button").click()
     assert nll.get_attribute("aria-sort") == "ascending"

@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import bsam
+from bsam.experiments import trainer
 from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
 from bsam.experiments.commands import app
 from bsam.experiments.evaluate import evaluate
@@ -26,6 +27,7 @@ SEEDS = [0, 3]
 def _not_compiled(monkeypatch):
     """The traced formulas as they are: compiling would take most of the time."""
     monkeypatch.setattr(bsam, "TrainStep", functools.partial(bsam.TrainStep, compile=False))
+    monkeypatch.setattr(trainer, "IvonStep", functools.partial(trainer.IvonStep, compile=False))
 
 
 def start(folder, method="bsam", *changes, seeds=SEEDS):
@@ -43,7 +45,7 @@ def results(folder, seeds=SEEDS):
     return checkpoints, [posterior.mean for posterior in posteriors]
 
 
-@pytest.mark.parametrize("method", ["bsam", "sam-adam", "vogn", "swag", "sgd"])
+@pytest.mark.parametrize("method", ["bsam", "sam-adam", "vogn", "swag", "sgd", "ivon"])
 def test_seeds_together_are_seeds_alone(method, tmp_path):
     start(tmp_path / "together", method).train()
     together, _ = results(tmp_path / "together")
@@ -56,7 +58,7 @@ def test_seeds_together_are_seeds_alone(method, tmp_path):
     assert not torch.equal(*(next(iter(each["model"].values())) for each in together))
 
 
-@pytest.mark.parametrize("method", ["bsam", "sam-sgd", "swag"])
+@pytest.mark.parametrize("method", ["bsam", "sam-sgd", "swag", "ivon"])
 def test_killed_anywhere_they_go_on_as_if_nothing_had_happened(method, tmp_path):
     start(tmp_path / "whole", method).train()
     expected = results(tmp_path / "whole")

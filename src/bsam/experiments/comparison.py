@@ -5,6 +5,8 @@ A cell *matches* if |ours - paper's| <= 2 sqrt(sd_ours^2 + sd_paper^2), and is b
 seed, which has no standard deviation, is always reduced. On the tiny scale the data are others, and there is no
 difference to speak of.
 
+A row of ours that the paper does not have is marked as such, and has no difference.
+
 The best of a block are those that a Welch test does not tell from the best mean at 5%. A single seed cannot be tested
 and is never among them; rows of different scales are not compared.
 """
@@ -19,7 +21,8 @@ from typing import Literal
 
 from scipy.stats import ttest_ind_from_stats  # type: ignore[import-untyped]
 
-from bsam.experiments.paper.results import METRICS, PAPER_SEEDS, PaperBlock, PaperRow, Published, paper_tables
+from bsam.experiments.paper.beyond import all_tables, beyond
+from bsam.experiments.paper.results import METRICS, PAPER_SEEDS, PaperBlock, PaperRow, Published
 from bsam.experiments.recorded import SCALES, Scale, recorded
 
 __all__ = [
@@ -37,13 +40,13 @@ __all__ = [
     "values_of",
 ]
 
-Mark = Literal["matches", "better", "worse", "reduced", "missing"]
+Mark = Literal["matches", "better", "worse", "reduced", "missing", "ours"]
 HIGHER_IS_BETTER = {"accuracy": True, "nll": False, "ece": False, "auroc": True}
 SIGNIFICANCE = 0.05
 SEEDS: dict[Scale, int] = {"full": PAPER_SEEDS, "reduced": 2, "tiny": 2}
 """How many seeds a scale has if nothing else is said."""
 
-TABLES: dict[str, str] = {name: table.title for name, table in paper_tables().items()}
+TABLES: dict[str, str] = {name: table.title for name, table in all_tables().items()}
 """The paper's tables of results: name and title."""
 
 
@@ -86,6 +89,8 @@ class Row:
     cells: tuple[Cell, ...]
     seconds: float | None
     """Of training, for one run."""
+    ours: bool = False
+    """The paper has no such row."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ def compare(table: str, records: Path) -> Comparison:
     """
     blocks = [
         Block(block.name, block.title, _best_marked([_row(table, block, row, records) for row in block.rows]))
-        for block in paper_tables()[find_table(table)].blocks
+        for block in all_tables()[find_table(table)].blocks
     ]
     return Comparison(table, TABLES[table], tuple(blocks))
 
@@ -156,13 +161,16 @@ def _row(table: str, block: PaperBlock, row: PaperRow, records: Path) -> Row:
         command=command,
         cells=tuple(cells),
         seconds=statistics.fmean(run.seconds for run in runs) if runs else None,
+        ours=row.preset in beyond(),
     )
 
 
 def _cell(metric: str, values: tuple[float, ...], published: Published | None, scale: Scale | None) -> Cell:
     cell = Cell(metric, values, published)
+    if published is None:
+        return replace(cell, mark="ours")
     mean = cell.mean
-    if mean is None or math.isnan(mean) or published is None:
+    if mean is None or math.isnan(mean):
         return cell
     if scale == "tiny":
         return replace(cell, mark="reduced")

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 __all__ = ["Config", "explanations", "from_file", "from_mapping", "override", "to_toml", "toml_value", "what_fits"]
 
-Method = Literal["sgd", "sam-sgd", "laplace", "swag", "vogn", "adam", "sam-adam", "bsam"]
+Method = Literal["sgd", "sam-sgd", "laplace", "swag", "vogn", "adam", "sam-adam", "bsam", "ivon"]
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,10 @@ class Config:
     """how VOGN reads beta_2, see `bsam.VOGN`"""
     sample_noise: bool = True
     """whether bSAM perturbs a sample of the weights, or (false) their mean"""
+    initial_hessian: float = 1.0
+    """h_0: where IVON's estimate of the Hessian starts"""
     augmentation_factor: float = 1.0
-    """multiplies N of bSAM and VOGN, for data that is augmented"""
+    """multiplies N of bSAM, VOGN and IVON, for data that is augmented"""
     max_grad_norm: float | None = None
     """longest gradient, longer ones are shortened; null is no limit"""
 
@@ -98,6 +100,8 @@ class Config:
         for name in ("epochs", "batch_size", "splits", "swag_interval", "swag_rank"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.initial_hessian <= 0:
+            raise ValueError(f"initial_hessian={self.initial_hessian} must be positive, like 0.5.")
         for name in ("warmup_epochs", "validation", "swag_epochs", "num_samples"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative.")

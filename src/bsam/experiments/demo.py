@@ -7,7 +7,7 @@ import statistics
 import time
 import tomllib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from typing import Any
@@ -22,7 +22,7 @@ from bsam.experiments.methods import METHODS, predict
 from bsam.experiments.record import environment
 from bsam.experiments.trainer import Trainer
 
-__all__ = ["DIGITS", "Demo", "Map", "cells", "load_demo", "markdown", "moons", "run_digits", "tune"]
+__all__ = ["DIGITS", "Demo", "Map", "cells", "grid_of", "load_demo", "markdown", "moons", "run_digits", "tune"]
 
 DIGITS = {"accuracy": 2, "nll": 3, "ece": 4, "auroc": 3}
 """The metrics of the tables, and with how many digits they are shown."""
@@ -113,7 +113,7 @@ def markdown(record: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"| {name} | {' | '.join(row)} |" for name, row in cells(record))])
 
 
-def grid_of(options: Mapping[str, list[float]]) -> Iterator[dict[str, float]]:
+def grid_of(options: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
     """All combinations of the values of some options."""
     for values in itertools.product(*options.values()):
         yield dict(zip(options, values, strict=True))
@@ -126,7 +126,7 @@ def tune(demo: Demo, advance: Advance = _no_progress) -> dict[str, Any]:
     for method, grid in demo.grid.items():
         tries = []
         for options in grid_of(grid):
-            config = replace(demo.digits[method], **options)  # type: ignore[arg-type]
+            config = replace(demo.digits[method], **options)
             dataset = load(config.dataset, validation=config.validation)
             scores = []
             for seed in range(100, 100 + demo.tuning_seeds):

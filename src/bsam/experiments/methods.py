@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 
 import bsam
 from bsam.experiments.config import Config
+from bsam.experiments.ivon import Ivon, check_ivon
 
-__all__ = ["METHODS", "make_optimizer", "predict"]
+__all__ = ["METHODS", "check_installed", "make_optimizer", "predict"]
 
 METHODS = {
     "sgd": "SGD",
@@ -22,11 +23,18 @@ METHODS = {
     "adam": "Adam",
     "sam-adam": "SAM-Adam",
     "bsam": "bSAM",
+    "ivon": "IVON",
 }
-"""Name of a method in settings, and in tables, in the order of the paper's tables."""
+"""Name of a method in settings, and in tables: those of the paper's tables in their order, then others."""
 
 
-def make_optimizer(config: Config, model: nn.Module, num_data: int, *, seed: int) -> Optimizer:
+def check_installed(config: Config) -> None:
+    """Raise if the method needs a package that is not there."""
+    if config.method == "ivon":
+        check_ivon()
+
+
+def make_optimizer(config: Config, model: nn.Module, num_data: int, *, seed: int) -> Optimizer | Ivon:
     """The optimizer; for methods without a prior, prior_precision / num_data is the weight decay."""
     decay = config.prior_precision / num_data
     sgd: dict[str, Any] = {"lr": config.lr, "momentum": config.beta1, "weight_decay": decay}
@@ -60,6 +68,16 @@ def make_optimizer(config: Config, model: nn.Module, num_data: int, *, seed: int
                 sample_noise=config.sample_noise,
                 **shared,
                 **bayes,
+            )
+        case "ivon":
+            return Ivon(
+                model.parameters(),
+                lr=config.lr,
+                num_data=num_data * config.augmentation_factor,
+                prior_precision=config.prior_precision,
+                betas=(config.beta1, config.beta2),
+                initial_hessian=config.initial_hessian,
+                seed=seed,
             )
 
 

@@ -18,6 +18,8 @@ from bsam.files import write_text
 
 __all__ = ["environment", "to_json", "write_json"]
 
+_PACKAGES = ("torch", "numpy", "scikit-learn", "ivon-opt")
+
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
     """What a result depends on beside its settings: code, packages, device (the CPU if none is named)."""
@@ -27,7 +29,7 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         "bsam": bsam.__version__,
         "commit": _commit(),
         "python": platform.python_version(),
-        "packages": {name: found for name in ("torch", "numpy", "scikit-learn") if (found := _version(name))},
+        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
         "device": torch.cuda.get_device_name(device) if cuda else cpu,
     }
 

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from bsam.experiments import demo
 from bsam.experiments.comparison import TABLES, compare
-from bsam.experiments.reproduce.show import comparison_markdown, study_markdown
+from bsam.experiments.reproduce.show import comparison_markdown, study_markdown, tuning_markdown
 
 __all__ = ["pages", "render", "rewrite"]
 
 _STUDIES = ("sweep_rho", "ablate_noise", "ablate_samples", "ablate_splits", "ablate_curvature")
+_TUNINGS = ("tuning_cifar10",)
 _BEGIN = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)
 _END = "<!-- end -->"
 
@@ -31,19 +32,20 @@ def render(name: str, results: Path) -> str:
     """A table in Markdown.
 
     Args:
-        name: demo, table1 to table6, sweep_rho, or ablate_ with what is ablated.
+        name: demo, table1 to table6, sweep_rho, ablate_ with what is ablated, or tuning_ with what is tuned.
         results: The folder of the records.
     """
     if name in TABLES:
         return comparison_markdown(compare(name, results / "runs"))
     if name == "demo":
         return demo.markdown(json.loads((results / "demo.json").read_text()))
-    if name in _STUDIES:
+    if name in (*_STUDIES, *_TUNINGS):
         path = results / f"{name}.json"
         if not path.exists():
-            return f"Not recorded yet: `bsam {name.replace('_', ' ')}`."
-        return study_markdown(json.loads(path.read_text()))
-    known = ", ".join(["demo", *TABLES, *_STUDIES])
+            return f"Not recorded yet: `bsam {name.replace('tuning', 'tune').replace('_', ' ')}`."
+        markdown = tuning_markdown if name in _TUNINGS else study_markdown
+        return markdown(json.loads(path.read_text()))
+    known = ", ".join(["demo", *TABLES, *_STUDIES, *_TUNINGS])
     raise ValueError(f"there is no table {name!r} to fill in: between its marks a page may have {known}.")
 
 

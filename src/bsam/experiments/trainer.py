@@ -9,20 +9,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim import Optimizer
 
 import bsam
 from bsam.experiments.config import Config
 from bsam.experiments.data import Dataset, epoch_length, plain_batches, stacked_batches
+from bsam.experiments.ivon import Ivon
+from bsam.experiments.ivon_step import IvonStep
 from bsam.experiments.methods import make_optimizer
 from bsam.experiments.models import make_model
 
 __all__ = ["Trainer", "train_together"]
+
+Step = Callable[[Tensor, Tensor], Iterable[Tensor]]
+"""Takes batches of all runs, returns their losses."""
 
 
 class Trainer:
@@ -62,7 +68,7 @@ class Trainer:
         return train_together([self])
 
     def _step(self, x: Tensor, y: Tensor) -> Tensor:
-        if isinstance(self.optimizer, bsam.BSAM | bsam.SAM | bsam.VOGN):
+        if isinstance(self.optimizer, bsam.BSAM | bsam.SAM | bsam.VOGN | Ivon):
             return self.optimizer.step(self._loss, x, y)
         self.optimizer.zero_grad()
         loss = self._loss(x, y)
@@ -124,7 +130,7 @@ class Trainer:
             return bsam.laplace(self.model, "categorical", train, prior_precision=self.config.prior_precision)
         if self.collector is not None:
             return self.collector.posterior()
-        if isinstance(self.optimizer, bsam.BSAM | bsam.SAM | bsam.VOGN):
+        if isinstance(self.optimizer, bsam.BSAM | bsam.SAM | bsam.VOGN | Ivon):
             return self.optimizer.posterior(self.model)
         return bsam.PointMass.from_model(self.model)
 
@@ -167,7 +173,7 @@ def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> It
     """
     first = trainers[0]
     config, dataset = first.config, first.dataset
-    step: bsam.TrainStep | None = None
+    step: Step | None = None
     while first.epoch < config.total_epochs:
         begin = time.perf_counter()
         for trainer in trainers:
@@ -201,9 +207,13 @@ def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> It
         yield
 
 
-def _compile(trainers: Sequence[Trainer], x: Tensor, y: Tensor) -> bsam.TrainStep:
+def _compile(trainers: Sequence[Trainer], x: Tensor, y: Tensor) -> Step:
+    """The step of all runs as one; IVON, which is not ours to trace, takes those of each run in turn."""
+    steps = [IvonStep(trainer.optimizer, trainer._loss) for trainer in trainers if isinstance(trainer.optimizer, Ivon)]
+    if steps:
+        return lambda x, y: [step(x[i], y[i]) for i, step in enumerate(steps)]
     return bsam.TrainStep(
-        [trainer.optimizer for trainer in trainers],
+        [trainer.optimizer for trainer in trainers if isinstance(trainer.optimizer, Optimizer)],
         [trainer._loss for trainer in trainers],
         (x, y),
         module=[trainer.model for trainer in trainers],

@@ -1,6 +1,7 @@
 """Makes the presets of the paper's settings: `python -m bsam.experiments.paper.generate` writes `presets/` anew.
 
-settings.toml has what the paper prints, row by row; this file adds what it says once for all rows.
+settings.toml has what the paper prints, row by row; this file adds what it says once for all rows. beyond.toml has rows
+of ours.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from bsam.experiments.config import from_mapping, to_toml
 from bsam.experiments.methods import METHODS
+from bsam.experiments.paper.beyond import contents
 from bsam.experiments.paper.presets import FOLDER
 
 __all__ = ["generate", "settings"]
@@ -38,9 +40,10 @@ def settings() -> dict[str, Any]:
 def generate() -> dict[str, str]:
     """The text of each preset's file, by name."""
     texts = {}
-    for name, (title, values) in (_paper() | _digits()).items():
-        origin = "Generated from settings.toml by python -m bsam.experiments.paper.generate"
-        texts[name] = f"# {title}\n# {origin}.\n{to_toml(from_mapping(values))}"
+    for source, presets in {"settings.toml": _paper(), "demo.toml": _digits(), "beyond.toml": _beyond()}.items():
+        for name, (title, values) in presets.items():
+            origin = f"Generated from {source} by python -m bsam.experiments.paper.generate"
+            texts[name] = f"# {title}\n# {origin}.\n{to_toml(from_mapping(values))}"
     return texts
 
 
@@ -84,15 +87,45 @@ def _paper() -> dict[str, tuple[str, Values]]:
 
 def _digits() -> dict[str, tuple[str, Values]]:
     """Runs on data that comes with scikit-learn: those of the demo."""
-    digits = tomllib.loads((files("bsam.experiments") / "demo.toml").read_text(encoding="utf-8"))["digits"]
-    rows, _ = digits.pop("methods"), digits.pop("grid")
+    shared, rows = _demo()
     return {
         f"digits/{method}": (
             f"Not in the paper: {METHODS[method]} of `bsam demo`.",
-            {**digits, "method": method, **row},
+            {**shared, "method": method, **row},
         )
         for method, row in rows.items()
     }
+
+
+def _demo() -> tuple[Values, dict[str, Values]]:
+    """What all runs of the demo share, and what each method has."""
+    digits = tomllib.loads((files("bsam.experiments") / "demo.toml").read_text(encoding="utf-8"))["digits"]
+    rows, _ = digits.pop("methods"), digits.pop("grid")
+    return digits, rows
+
+
+def _beyond() -> dict[str, tuple[str, Values]]:
+    """Rows of ours; one of the paper's methods starts from the paper's settings of its block."""
+    presets: dict[str, tuple[str, Values]] = {}
+    paper = _paper()
+    for name, row in contents().items():
+        if "settings" not in row:
+            continue
+        changes = row["settings"]
+        method = changes.get("method", "bsam")
+        if "table" not in row:
+            presets[name] = f"Not in the paper: {METHODS[method]} on digits.", {**_demo()[0], **changes}
+            continue
+        block = f"{row['table']}/{row['block']}"
+        base = paper[f"{block}/{method}"][1] if f"{block}/{method}" in paper else _shared(block)
+        title = f"Not in the paper: {row['label']}, beside {block}; settings: {row['about']}."
+        presets[name] = "\n# ".join([title, *row.get("comment", "").splitlines()]), {**base, **changes}
+    return presets
+
+
+def _shared(block: str) -> Values:
+    """What all methods of a block have."""
+    return {name: value for name, value in settings()[block].items() if name not in ("methods", "swag")}
 
 
 if __name__ == "__main__":

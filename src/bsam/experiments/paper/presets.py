@@ -1,7 +1,8 @@
 """Presets: the settings of each run of the paper, as TOML files in `presets/`.
 
 `table1/cifar10/bsam` is the row "bSAM" of the block CIFAR-10 in the paper's first table of results. Table 3 (without
-noise) and 5 (m-sharpness) are rows of their own; table 4 evaluates runs of table 1. `digits/...` needs no download.
+noise) and 5 (m-sharpness) are rows of their own; table 4 evaluates runs of table 1. `here/cifar10/ivon` is a row of
+ours that stands in the paper's tables. `digits/...` needs no download.
 
 The files are generated, see `bsam.experiments.paper.generate`.
 """

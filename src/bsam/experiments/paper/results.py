@@ -43,8 +43,8 @@ class PaperRow:
     label: str
     preset: str
     samples: int
-    cells: tuple[Published, ...]
-    """In the order of `METRICS`."""
+    cells: tuple[Published | None, ...]
+    """In the order of `METRICS`; None in a row of ours, see `bsam.experiments.paper.beyond`."""
 
 
 @dataclass(frozen=True)

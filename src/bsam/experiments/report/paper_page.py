@@ -1,7 +1,8 @@
 """The page of `bsam report`: the paper's tables beside ours, diagrams, curves, and the figures of the theory.
 
 It is made of records alone, files of `results/`: `runs/PRESET/seedK.json`, `sweep_*.json`, `ablate_*.json`,
-`demo.json` and `figures.json`. What is not there is shown as missing, with the command that makes it.
+`tuning_cifar10.json`, `demo.json` and `figures.json`. What is not there is shown as missing, with the command that
+makes it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from bsam.experiments.paper.results import PAPER_SEEDS
 from bsam.experiments.recorded import recorded
 from bsam.experiments.report.diagrams import draw_curves, draw_reliability
 from bsam.experiments.report.page import write_page
-from bsam.experiments.reproduce.show import TITLES, number, scale_note
+from bsam.experiments.reproduce.show import (
+    TITLES,
+    number,
+    scale_note,
+    scale_notes,
+    settings_notes,
+    tuning_rows,
+    tuning_sentence,
+)
 from bsam.experiments.reproduce.studies import ABLATIONS, Study, sweep_rho
 
 __all__ = ["write_paper_page"]
@@ -38,6 +47,7 @@ _MARKS = {
     "worse": ("▼", "Worse than the paper's number by more than that."),
     "reduced": ("◐", "Fewer epochs or seeds than the paper's, or (tiny) other data: the row says what was cut."),
     "missing": ("–", "Not run yet."),
+    "ours": ("○", "A row of ours, under the paper's: it has no such number. Its settings stand under the table."),
 }
 """Symbol and meaning; `bsam.experiments.comparison` decides which one a cell has."""
 
@@ -91,6 +101,7 @@ def write_paper_page(path: Path, records: Path, figures: Path) -> Path:
         tables=[_table(compare(name, records), records) for name in TABLES],
         num_runs=len(environments),
         studies=[_study(study, records) for study in (sweep_rho("full"), *(make() for make in ABLATIONS.values()))],
+        tuning=_tuning(_beside(records, "tuning_cifar10.json")),
         demo=_demo(_beside(records, "demo.json")),
         pictures=list(_pictures(figures)),
         theory=_theory(_beside(records, "figures.json")),
@@ -123,7 +134,8 @@ def _table(comparison: Comparison, records: Path) -> dict[str, Any]:
         "blocks": [
             {
                 "title": block.title,
-                "notes": sorted({note for row in block.rows if (note := scale_note(row.scale))}),
+                "notes": scale_notes(block),
+                "settings": settings_notes(block),
                 "rows": [_line(row) for row in block.rows],
                 "diagrams": list(_diagrams(comparison.table, block, records)),
             }
@@ -137,7 +149,7 @@ def _line(row: Row) -> _Line:
     if not row.seeds:
         return _Line(row.label, cells, "Not run yet", command=row.command, ran=False)
     parts = [_count(row.seeds, "seed"), _count(row.epochs, "epoch")]
-    if row.preset and preset(row.preset).method in ("laplace", "swag", "vogn", "bsam"):
+    if row.preset and preset(row.preset).method in ("laplace", "swag", "vogn", "bsam", "ivon"):
         parts.append(_count(row.samples, "posterior sample"))
     if row.seconds is not None:
         parts.append(f"{_duration(row.seconds)} a run")
@@ -145,7 +157,7 @@ def _line(row: Row) -> _Line:
 
 
 def _number(cell: Cell, words: str) -> _Number:
-    paper = cell.published.printed if cell.published else ""
+    paper = cell.published.printed if cell.published else "—"
     if cell.mean is None:
         return _Number(None, "– missing", paper)
     if math.isnan(cell.mean):  # the AUROC of runs without a mistake
@@ -201,6 +213,18 @@ def _demo(record: dict[str, Any] | None) -> list[_Line]:
         about = f"{_count(seeds, 'seed')}, {_count(epochs, 'epoch')}, {_duration(result['seconds'] / seeds)} a run"
         lines.append(_Line(name, numbers, about, command=f"bsam demo --seeds {seeds}"))
     return lines
+
+
+def _tuning(record: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What `bsam tune` tried, the best first."""
+    if record is None:
+        return None
+    rows = [
+        _Line(settings, [_Number(float(cell.split()[0]) if "(" in cell else None, cell) for cell in cells])
+        for settings, cells in tuning_rows(record)
+    ]
+    about = f"{tuning_sentence(record)}. {_duration(record['seconds'])} of training."
+    return {"about": about, "rows": rows, "command": record["command"]}
 
 
 # ------------------------------------------------------------------ curves

@@ -1,36 +1,27 @@
-"""The commands that reproduce the paper: `bsam reproduce`, `sweep`, `ablate` and `tables`."""
+"""The commands that reproduce the paper: `bsam reproduce`, `sweep`, `ablate`, `tune` and `tables`."""
 
 from __future__ import annotations
 
-import functools
-import os
-from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from bsam.experiments.commands import Data, Device, app
 from bsam.experiments.comparison import SEEDS, TABLES, compare, find_table
+from bsam.experiments.config import toml_value
 from bsam.experiments.record import write_json
 from bsam.experiments.recorded import Scale
-from bsam.experiments.reproduce.execute import execute_together
-from bsam.experiments.reproduce.plan import Plan, Task, find_places, make_plan, wanted_by_table
-from bsam.experiments.reproduce.show import BEST_NOTE, block_table, scale_note, study_tables
+from bsam.experiments.reproduce.carry_out import carry_out
+from bsam.experiments.reproduce.plan import find_places, make_plan, wanted_by_table
+from bsam.experiments.reproduce.show import BEST_NOTE, block_table, study_tables, tuning_table
 from bsam.experiments.reproduce.studies import ABLATIONS, Study, collect, refuse_to_replace, sweep_rho
 from bsam.experiments.reproduce.study_figure import draw_study
-from bsam.experiments.reproduce.timing import estimate
-from bsam.experiments.reproduce.workers import run_all
-from bsam.experiments.runs import choose_device
+from bsam.experiments.reproduce.tuning import TUNINGS, collect_tries, execute_tries, plan_tries, read_tuning
 from bsam.experiments.tables import pages, rewrite
 
-__all__ = ["ablate", "reproduce", "sweep", "tables"]
+__all__ = ["ablate", "reproduce", "sweep", "tables", "tune"]
 
 ScaleOption = Annotated[
     Scale,
@@ -88,7 +79,7 @@ def reproduce(
     places = find_places(scale, runs, records)
     wanted = [want for name in names for want in wanted_by_table(name, block, chosen)]
     plan = make_plan(wanted, seeds=seeds or SEEDS[scale], scale=scale, places=places)
-    failed = _carry_out(plan, scale, places.records, jobs, dry_run, data, device, save_minutes, stack_seeds)
+    failed = carry_out(plan, scale, places.records, jobs, dry_run, data, device, save_minutes, stack_seeds)
     if dry_run:
         return
     console = Console()
@@ -153,6 +144,44 @@ def ablate(
 
 
 @app.command()
+def tune(
+    what: Annotated[str, typer.Argument(help=f"One of {', '.join(TUNINGS)}, or a TOML file with a grid.")],
+    jobs: Jobs = None,
+    dry_run: DryRun = False,
+    out: Annotated[Path | None, typer.Option(help="The record.", show_default="results/tuning_WHAT.json")] = None,
+    runs: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs"),
+    data: Data = None,
+    device: Device = None,
+    save_minutes: SaveMinutes = 5.0,
+    stack_seeds: StackSeeds = None,
+) -> None:
+    """Choose settings on a part of the training data that is held out; the test data has no say.
+
+    Trains every setting of a grid, and writes one record with all tries and the
+    one of lowest NLL. After Ctrl-C or a crash the same command goes on. Example:
+
+    [bold]bsam tune cifar10 --data data --jobs 4[/bold]
+    """
+    tuning = read_tuning(what)
+    path = out or Path("results") / f"tuning_{tuning.name}.json"
+    plan = plan_tries(tuning, runs)
+    failed = carry_out(plan, "full", runs, jobs, dry_run, data, device, save_minutes, stack_seeds, work=execute_tries)
+    if dry_run:
+        return
+    if failed:
+        raise typer.Exit(1)  # nothing is chosen from a part of the tries
+    record = collect_tries(tuning, runs, f"bsam tune {what}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, record)
+    console = Console()
+    console.print(tuning_table(record))
+    if (chosen := record["chosen"]) is None:
+        raise FloatingPointError(f"all tries diverged, and nothing could be chosen: {path} has their errors.")
+    settings = ", ".join(f"{name} = {toml_value(value)}" for name, value in chosen["settings"].items())
+    console.print(f"Chosen: settings = {{ {settings} }}\nAll tries: {path}", highlight=False, markup=False)
+
+
+@app.command()
 def tables(
     root: Annotated[Path, typer.Option(help="The checkout with README.md, docs and results.")] = Path(),
     check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if a table is stale.")] = False,
@@ -196,7 +225,7 @@ def _study(
     path = places.studies / f"{study.file}.json"
     refuse_to_replace(path, scale)
     plan = make_plan(study.wanted, seeds=seeds or SEEDS[scale], scale=scale, places=places)
-    failed = _carry_out(plan, scale, places.records, jobs, dry_run, data, device, save_minutes, stack_seeds)
+    failed = carry_out(plan, scale, places.records, jobs, dry_run, data, device, save_minutes, stack_seeds)
     if dry_run:
         return
     options = "" if scale == "full" else f" --scale {scale}"
@@ -210,118 +239,3 @@ def _study(
     console.print(f"{path}, {draw_study(record, path.with_suffix('.png'))}", highlight=False)
     if failed:
         raise typer.Exit(1)
-
-
-# ------------------------------------------------------------------ carrying out a plan
-
-
-def _carry_out(
-    plan: Plan,
-    scale: Scale,
-    records: Path,
-    jobs: int | None,
-    dry_run: bool,
-    data: Path | None,
-    device: str | None,
-    save_minutes: float,
-    stack_seeds: bool | None,
-) -> bool:
-    """Show the plan and run what is left of it; return whether something failed."""
-    console = Console(stderr=True)
-    cores = os.cpu_count() or 1
-    jobs = jobs or (cores if scale == "tiny" else 1)
-    threads = 1 if scale == "tiny" else max(1, cores // jobs)  # the tiny networks gain nothing from more
-    torch.set_num_threads(threads)
-    _show_plan(console, plan, scale, records, jobs, choose_device(device))
-    if dry_run or not plan.tasks:
-        return False
-    if stack_seeds is None:
-        stack_seeds = choose_device(device).type == "cuda"
-    by_run: dict[object, list[Task]] = {}
-    for task in plan.tasks:
-        by_run.setdefault(task.name if stack_seeds else (task.name, task.seed), []).append(task)
-    groups = list(by_run.values())
-    work = functools.partial(execute_together, device=device, data=data, save_minutes=save_minutes)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f}%"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    shares: dict[int, float] = {}
-    bars: dict[int, TaskID] = {}
-    with Progress(*columns, console=console) as progress:
-        overall = progress.add_task("", total=len(groups))
-
-        def show(index: int, share: float) -> None:
-            shares[index] = share
-            if index not in bars:
-                bars[index] = progress.add_task(_title(groups[index]), total=1)
-            progress.update(bars[index], completed=share)
-            refresh()
-
-        def end(index: int, error: str | None) -> None:
-            shares[index] = 1.0
-            finished.append(index)
-            if index in bars:
-                progress.remove_task(bars.pop(index))
-            if error is not None:
-                progress.console.print(f"{_title(groups[index])}: {escape(error)}", highlight=False, style="red")
-            refresh()
-
-        def refresh() -> None:
-            done = f"{sum(len(groups[index]) for index in finished)} of {len(plan.tasks)} runs"
-            progress.update(overall, completed=sum(shares.values()), description=done)
-
-        finished: list[int] = []
-        refresh()
-        try:
-            errors = run_all(groups, work, jobs=jobs, threads=threads, on_progress=show, on_end=end)
-        except KeyboardInterrupt:
-            progress.stop()
-            console.print("stopped; the runs are saved. The same command goes on with them.")
-            raise typer.Exit(130) from None
-    return bool(errors)
-
-
-def _title(tasks: list[Task]) -> str:
-    seeds = " ".join(str(task.seed) for task in tasks)
-    return f"{tasks[0].name} seed{'s' if len(tasks) > 1 else ''} {seeds}"
-
-
-def _show_plan(console: Console, plan: Plan, scale: Scale, records: Path, jobs: int, device: torch.device) -> None:
-    if note := scale_note(scale):
-        console.print(note, highlight=False)
-    if not plan.tasks:
-        console.print(f"All {len(plan.recorded)} runs are recorded in {records}.", highlight=False)
-        return
-    with console.status("timing a few steps"):
-        estimates = estimate(plan.tasks, records, device)
-    left = Counter(task.name for task in plan.tasks)
-    there = Counter(task.name for task in plan.recorded)
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("run", no_wrap=True)
-    for column in ("epochs", "seeds left", "recorded", "one takes"):
-        table.add_column(column, justify="right")
-    table.add_column("by")
-    epochs = {task.name: task.config.total_epochs for task in plan.tasks}
-    for name, count in left.items():
-        found = estimates[name]
-        table.add_row(name, str(epochs[name]), str(count), str(there[name]), _clock(found.seconds), found.source)
-    console.print(table)
-    total = sum(count * estimates[name].seconds for name, count in left.items())
-    console.print(
-        f"{len(plan.tasks)} runs to do, {len(plan.recorded)} recorded; about {_clock(total)} of training on {device}"
-        f"{f', {_clock(total / jobs)} with {jobs} jobs if they do not slow each other' if jobs > 1 else ''}."
-        " Evaluation comes on top. By: `records` of the same run on such a device, or `timed` steps on random images.",
-        highlight=False,
-    )
-
-
-def _clock(seconds: float) -> str:
-    for unit, size in (("s", 1), ("min", 60), ("h", 3600)):
-        if seconds < 100 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds / 86400:.1f} days"

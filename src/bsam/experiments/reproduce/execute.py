@@ -71,10 +71,10 @@ def execute(
             report(trainer.progress / task.config.total_epochs)
 
         run.train(every_minutes=save_minutes, on_step=show)
-    done = json.loads(run_record.read_text())["evaluations"].get("test", {})
+    done = json.loads(run_record.read_text())["evaluations"].get(task.part, {})
     missing = [count for count in task.samples if str(count) not in done]
     if missing:
-        evaluate(task.folder, samples=missing, device=device, data=data)
+        evaluate(task.folder, samples=missing, part=task.part, device=device, data=data)
     task.record.parent.mkdir(parents=True, exist_ok=True)
     origin = {"scale": task.scale, "changes": list(task.changes)} if task.changes else {"scale": task.scale}
     write_json(task.record, {**json.loads(run_record.read_text()), **origin})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bsam.experiments.comparison import find_table
 from bsam.experiments.config import Config, override
-from bsam.experiments.paper.results import paper_tables
+from bsam.experiments.paper.beyond import all_tables, beyond
 from bsam.experiments.recorded import Recorded, Scale, recorded, same_run
 from bsam.experiments.reproduce.scales import scaled
 
@@ -45,6 +45,8 @@ class Task:
     folder: Path
     record: Path
     """Where the record goes in the end."""
+    part: str = "test"
+    """Which part of the data it is evaluated on."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,14 @@ def find_places(scale: Scale, runs: Path | None = None, records: Path | None = N
 
 
 def wanted_by_table(table: str, block: str | None = None, methods: Iterable[str] | None = None) -> list[Wanted]:
-    """The runs of a table, or of some of its blocks and methods.
+    """The runs of a table, or of some of its blocks and methods. Rows of ours are run if they are named.
 
     Args:
         table: table1 to table6.
         block: Name of a block, like cifar10.
         methods: Last parts of the names of presets, like bsam or bsam-no-noise.
     """
-    blocks = {found.name: found.rows for found in paper_tables()[find_table(table)].blocks}
+    blocks = {found.name: found.rows for found in all_tables()[find_table(table)].blocks}
     if block is not None and block not in blocks:
         raise ValueError(f"--block {block}: {table} has no such block, but {', '.join(blocks)}.")
     rows = [row for name, rows in blocks.items() if block in (None, name) for row in rows]
@@ -95,8 +97,12 @@ def wanted_by_table(table: str, block: str | None = None, methods: Iterable[str]
     unknown = [method for method in methods or () if method not in known]
     if unknown:
         raise ValueError(f"--methods {unknown[0]}: there is no such method here, but {', '.join(known)}.")
-    chosen = known if methods is None else set(methods)
-    return [Wanted(row.preset, (row.samples,)) for row in rows if row.preset.rpartition("/")[2] in chosen]
+    chosen = None if methods is None else set(methods)
+    return [
+        Wanted(row.preset, (row.samples,))
+        for row in rows
+        if (row.preset not in beyond() if chosen is None else row.preset.rpartition("/")[2] in chosen)
+    ]
 
 
 def settle(wanted: Wanted, scale: Scale) -> tuple[str, Config]:

@@ -8,7 +8,7 @@ from bsam.experiments.config import Config
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.recorded import Scale
 
-__all__ = ["REDUCTION", "scaled"]
+__all__ = ["REDUCTION", "scaled", "shrunk"]
 
 REDUCTION = 6
 """A reduced run has one in so many of the preset's epochs; its schedule shrinks with it."""
@@ -26,14 +26,7 @@ def scaled(name: str, scale: Scale) -> Config:
         case "full":
             return config
         case "reduced":
-            return replace(
-                config,
-                epochs=_reduced(config.epochs),
-                milestones=tuple(_reduced(milestone) for milestone in config.milestones),
-                warmup_epochs=_reduced(config.warmup_epochs) if config.warmup_epochs else 0,
-                swag_epochs=_reduced(config.swag_epochs) if config.swag_epochs else 0,
-                swag_interval=_reduced(config.swag_interval),
-            )
+            return shrunk(config, REDUCTION)
         case "tiny":
             epochs, swag_epochs = _TINY_SWAG if config.method == "swag" else (_TINY_EPOCHS, 0)
             return replace(
@@ -46,5 +39,17 @@ def scaled(name: str, scale: Scale) -> Config:
             )
 
 
-def _reduced(count: int) -> int:
-    return max(1, round(count / REDUCTION))
+def shrunk(config: Config, factor: float) -> Config:
+    """The settings with one in `factor` of the epochs, and the schedule shrunk with them."""
+
+    def fewer(count: int) -> int:
+        return max(1, round(count / factor))
+
+    return replace(
+        config,
+        epochs=fewer(config.epochs),
+        milestones=tuple(fewer(milestone) for milestone in config.milestones),
+        warmup_epochs=fewer(config.warmup_epochs) if config.warmup_epochs else 0,
+        swag_epochs=fewer(config.swag_epochs) if config.swag_epochs else 0,
+        swag_interval=fewer(config.swag_interval),
+    )

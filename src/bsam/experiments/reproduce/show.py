@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from bsam.experiments.comparison import Block, Cell, Comparison, Row
+from bsam.experiments.comparison import Block, Cell, Comparison, Row, values_of
 from bsam.experiments.demo import DIGITS
+from bsam.experiments.paper.beyond import settings_line
 
 __all__ = [
     "BEST_NOTE",
@@ -17,8 +19,14 @@ __all__ = [
     "comparison_markdown",
     "number",
     "scale_note",
+    "scale_notes",
+    "settings_notes",
     "study_markdown",
     "study_tables",
+    "tuning_markdown",
+    "tuning_rows",
+    "tuning_sentence",
+    "tuning_table",
 ]
 
 TITLES = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "auroc": "AUROC ↑"}
@@ -35,6 +43,16 @@ def scale_note(scale: str | None) -> str:
     return _NOTES[scale or "full"]
 
 
+def scale_notes(block: Block) -> list[str]:
+    """What has to be said about all rows of a block."""
+    return [note for scale in sorted({row.scale for row in block.rows if row.scale}) if (note := scale_note(scale))]
+
+
+def settings_notes(block: Block) -> list[str]:
+    """The settings of rows that are ours; on the tiny scale they are others."""
+    return [settings_line(row.preset) for row in block.rows if row.ours and row.preset and row.scale != "tiny"]
+
+
 def number(metric: str, mean: float | None, sd: float | None) -> str:
     """Mean (sd), with the metric's digits; `-` stands for what is not there."""
     digits = DIGITS[metric]
@@ -46,8 +64,9 @@ def number(metric: str, mean: float | None, sd: float | None) -> str:
 def _lines(cell: Cell) -> tuple[str, str, str]:
     """Ours, the paper's, and what to think of it."""
     difference = "" if cell.difference is None else f"{cell.difference:+.{DIGITS[cell.metric]}f} "
-    published = cell.published.printed if cell.published else "-"
-    return number(cell.metric, cell.mean, cell.sd), published, f"{difference}{cell.mark}"
+    if cell.published is None:  # a row of ours
+        return number(cell.metric, cell.mean, cell.sd), "—", ""
+    return number(cell.metric, cell.mean, cell.sd), cell.published.printed, f"{difference}{cell.mark}"
 
 
 def _extent(row: Row) -> str:
@@ -60,10 +79,9 @@ def _extent(row: Row) -> str:
 
 def block_table(comparison: Comparison, block: Block) -> Table:
     """A block; of each row three lines: ours, the paper's, the difference and its mark."""
-    scales = {row.scale for row in block.rows if row.scale}
     table = Table(
         title=f"{comparison.table}: {comparison.title}. {block.title}",
-        caption=" ".join(scale_note(scale) for scale in sorted(scales)) or None,
+        caption="\n".join(scale_notes(block) + settings_notes(block)) or None,
         box=box.SIMPLE,
         show_edge=False,
         padding=(0, 1, 0, 0),  # fits 80 columns
@@ -98,6 +116,40 @@ def _points(curve: dict[str, Any]) -> list[list[str]]:
     return [[str(x), *(number(name, *metrics[name][i]) for name in TITLES)] for i, x in enumerate(curve["x"])]
 
 
+def tuning_table(record: dict[str, Any]) -> Table:
+    """The tries of `bsam tune`, the best first."""
+    table = Table(title=tuning_sentence(record), box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("settings")
+    for metric in ("accuracy", "nll"):  # the record has the others
+        table.add_column(TITLES[metric], justify="right", no_wrap=True)
+    for settings, (accuracy, nll, *_) in tuning_rows(record):
+        table.add_row(settings, accuracy, nll)
+    return table
+
+
+def tuning_rows(record: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """Settings and metrics of each try, the lowest NLL first."""
+    rows = []
+    for tried in sorted(record["tries"], key=lambda each: math.inf if each["nll"] is None else each["nll"]):
+        row = []
+        for metric in TITLES:
+            if any("diverged" in seed for seed in tried["seeds"]):
+                row.append("diverged")
+                continue
+            cell = Cell(metric, values_of(tried["seeds"], metric), None)
+            row.append(number(metric, cell.mean, cell.sd))
+        rows.append((", ".join(f"{name} = {value}" for name, value in tried["settings"].items()), row))
+    return rows
+
+
+def tuning_sentence(record: dict[str, Any]) -> str:
+    """What was tried, and how one was chosen."""
+    seeds = len(record["tries"][0]["seeds"])
+    size = f"{record['epochs']} epochs, {seeds} seed{'' if seeds == 1 else 's'}"
+    part = f"{record['validation']:,} training examples that were held out"
+    return f"{len(record['tries'])} settings, each with {size}, rated on {part}; chosen is {record['rule']}"
+
+
 # ------------------------------------------------------------------ Markdown
 
 
@@ -114,13 +166,21 @@ def comparison_markdown(comparison: Comparison) -> str:
             name = f"{row.label}<br>{_extent(row)}" if row.seeds else row.label
             lines.append(f"| {name} | {' | '.join(_markdown(cell) for cell in row.cells)} |")
         parts.append("\n".join(lines))
-        parts += filter(None, (scale_note(scale) for scale in sorted({row.scale for row in block.rows if row.scale})))
+        parts += scale_notes(block) + settings_notes(block)
     return "\n\n".join(parts)
 
 
 def _markdown(cell: Cell) -> str:
-    ours, paper, verdict = _lines(cell)
-    return f"{f'**{ours}**' if cell.best else ours}<br>{paper}<br>{verdict}"
+    ours, *rest = filter(None, _lines(cell))
+    return "<br>".join([f"**{ours}**" if cell.best else ours, *rest])
+
+
+def tuning_markdown(record: dict[str, Any]) -> str:
+    """The tries of `bsam tune`; the chosen one is bold."""
+    lines = [f"{tuning_sentence(record)}.", "", f"| settings | {' | '.join(TITLES.values())} |", "|---" * 5 + "|"]
+    for i, (settings, row) in enumerate(tuning_rows(record)):
+        lines.append(f"| {f'**{settings}**' if i == 0 and record['chosen'] else settings} | {' | '.join(row)} |")
+    return "\n".join(lines)
 
 
 def study_markdown(record: dict[str, Any]) -> str:

@@ -1,0 +1,85 @@
+"""Rows beyond the paper: runs of ours that stand under its own in a block of a table, see `beyond.toml`."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from bsam.experiments.config import FIELDS
+from bsam.experiments.paper.presets import preset
+from bsam.experiments.paper.results import METRICS, PAPER_SAMPLES, PaperBlock, PaperRow, PaperTable, paper_tables
+
+__all__ = ["Beyond", "all_tables", "beyond", "contents", "settings_line"]
+
+_SHARED = (
+    "dataset",
+    "model",
+    "epochs",
+    "batch_size",
+    "schedule",
+    "milestones",
+    "warmup_epochs",
+    "augment",
+    "drop_last",
+)
+"""What the runs of a block have in common, if a row does not change it."""
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """A row of ours."""
+
+    preset: str
+    table: str
+    block: str
+    label: str
+    about: str
+    """Where its settings are from."""
+
+
+def contents() -> dict[str, dict[str, Any]]:
+    """What `beyond.toml` holds, by preset."""
+    return tomllib.loads((files("bsam.experiments.paper") / "beyond.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def beyond() -> dict[str, Beyond]:
+    """Our rows, by preset; one without settings is still to be tuned, and left out."""
+    return {
+        name: Beyond(name, row["table"], row["block"], row["label"], row["about"])
+        for name, row in contents().items()
+        if "table" in row and "settings" in row
+    }
+
+
+@cache
+def all_tables() -> dict[str, PaperTable]:
+    """The paper's tables, with our rows at the end of their blocks."""
+    return {
+        name: replace(table, blocks=tuple(_extended(name, block) for block in table.blocks))
+        for name, table in paper_tables().items()
+    }
+
+
+def _extended(table: str, block: PaperBlock) -> PaperBlock:
+    ours = [
+        PaperRow(row.label, row.preset, PAPER_SAMPLES, (None,) * len(METRICS))
+        for row in beyond().values()
+        if (row.table, row.block) == (table, block.name)
+    ]
+    return replace(block, rows=(*block.rows, *ours))
+
+
+def settings_line(name: str) -> str:
+    """A row of ours in a sentence: where its settings are from, and those that not all of its block have."""
+    row, config, changed = beyond()[name], preset(name), contents()[name]["settings"]
+    shown = [
+        f"{field} = {getattr(config, field)}"
+        for field, info in FIELDS.items()
+        if field in changed or (field not in _SHARED and getattr(config, field) != info.default)
+        if field != "method"
+    ]
+    return f"{row.label} is not in the paper. Its settings: {row.about}; {', '.join(shown)}."

@@ -1,0 +1,157 @@
+"""Carrying out a plan: it is shown with how long it takes, and run by workers, with a bar for each."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from bsam.experiments.methods import check_installed
+from bsam.experiments.recorded import Scale
+from bsam.experiments.reproduce.execute import execute_together
+from bsam.experiments.reproduce.plan import Plan, Task
+from bsam.experiments.reproduce.show import scale_note
+from bsam.experiments.reproduce.timing import estimate
+from bsam.experiments.reproduce.workers import run_all
+from bsam.experiments.runs import choose_device
+
+__all__ = ["carry_out"]
+
+
+def carry_out(
+    plan: Plan,
+    scale: Scale,
+    records: Path,
+    jobs: int | None,
+    dry_run: bool,
+    data: Path | None,
+    device: str | None,
+    save_minutes: float,
+    stack_seeds: bool | None,
+    *,
+    work: Callable[..., None] = execute_together,
+) -> bool:
+    """Show the plan and run what is left of it; return whether something failed.
+
+    Args:
+        plan: What to run.
+        scale: The scale of its runs.
+        records: Where records are, to estimate how long it takes.
+        jobs: Worker processes; if None one, or as many as there are cores on the tiny scale.
+        dry_run: Stop after the plan.
+        data: Folder of the data sets.
+        device: Where to train.
+        save_minutes: Time between two checkpoints of a run.
+        stack_seeds: Whether to train the seeds of a run together; if None on CUDA.
+        work: Brings tasks to their end that differ in their seeds only.
+    """
+    for task in plan.tasks:
+        check_installed(task.config)
+    console = Console(stderr=True)
+    cores = os.cpu_count() or 1
+    jobs = jobs or (cores if scale == "tiny" else 1)
+    threads = 1 if scale == "tiny" else max(1, cores // jobs)  # the tiny networks gain nothing from more
+    torch.set_num_threads(threads)
+    _show_plan(console, plan, scale, records, jobs, choose_device(device))
+    if dry_run or not plan.tasks:
+        return False
+    if stack_seeds is None:
+        stack_seeds = choose_device(device).type == "cuda"
+    by_run: dict[object, list[Task]] = {}
+    for task in plan.tasks:
+        by_run.setdefault(task.name if stack_seeds else (task.name, task.seed), []).append(task)
+    groups = list(by_run.values())
+    bound = functools.partial(work, device=device, data=data, save_minutes=save_minutes)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    shares: dict[int, float] = {}
+    bars: dict[int, TaskID] = {}
+    with Progress(*columns, console=console) as progress:
+        overall = progress.add_task("", total=len(groups))
+
+        def show(index: int, share: float) -> None:
+            shares[index] = share
+            if index not in bars:
+                bars[index] = progress.add_task(_title(groups[index]), total=1)
+            progress.update(bars[index], completed=share)
+            refresh()
+
+        def end(index: int, error: str | None) -> None:
+            shares[index] = 1.0
+            finished.append(index)
+            if index in bars:
+                progress.remove_task(bars.pop(index))
+            if error is not None:
+                progress.console.print(f"{_title(groups[index])}: {escape(error)}", highlight=False, style="red")
+            refresh()
+
+        def refresh() -> None:
+            done = f"{sum(len(groups[index]) for index in finished)} of {len(plan.tasks)} runs"
+            progress.update(overall, completed=sum(shares.values()), description=done)
+
+        finished: list[int] = []
+        refresh()
+        try:
+            errors = run_all(groups, bound, jobs=jobs, threads=threads, on_progress=show, on_end=end)
+        except KeyboardInterrupt:
+            progress.stop()
+            console.print("stopped; the runs are saved. The same command goes on with them.")
+            raise typer.Exit(130) from None
+    return bool(errors)
+
+
+def _title(tasks: list[Task]) -> str:
+    seeds = " ".join(str(task.seed) for task in tasks)
+    return f"{tasks[0].name} seed{'s' if len(tasks) > 1 else ''} {seeds}"
+
+
+def _show_plan(console: Console, plan: Plan, scale: Scale, records: Path, jobs: int, device: torch.device) -> None:
+    if note := scale_note(scale):
+        console.print(note, highlight=False)
+    if not plan.tasks:
+        console.print(f"All {len(plan.recorded)} runs are recorded in {records}.", highlight=False)
+        return
+    with console.status("timing a few steps"):
+        estimates = estimate(plan.tasks, records, device)
+    left = Counter(task.name for task in plan.tasks)
+    there = Counter(task.name for task in plan.recorded)
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("run", overflow="fold")
+    for column in ("epochs", "seeds left", "recorded", "one takes"):
+        table.add_column(column, justify="right")
+    table.add_column("by")
+    epochs = {task.name: task.config.total_epochs for task in plan.tasks}
+    for name, count in left.items():
+        found = estimates[name]
+        table.add_row(name, str(epochs[name]), str(count), str(there[name]), _clock(found.seconds), found.source)
+    console.print(table)
+    total = sum(count * estimates[name].seconds for name, count in left.items())
+    console.print(
+        f"{len(plan.tasks)} runs to do, {len(plan.recorded)} recorded; about {_clock(total)} of training on {device}"
+        f"{f', {_clock(total / jobs)} with {jobs} jobs if they do not slow each other' if jobs > 1 else ''}."
+        " Evaluation comes on top. By: `records` of the same run on such a device, or `timed` steps on random images.",
+        highlight=False,
+    )
+
+
+def _clock(seconds: float) -> str:
+    for unit, size in (("s", 1), ("min", 60), ("h", 3600)):
+        if seconds < 100 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds / 86400:.1f} days"

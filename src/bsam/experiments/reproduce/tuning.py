@@ -1,0 +1,184 @@
+"""Tuning: a declared grid of settings is tried with a part of the training data held out, and rated on that part.
+
+The test part is never predicted. Runs are in `runs/tune/NAME/EPOCHS-epochs/SETTINGS/seedK`; one that diverged leaves
+`diverged.json` there. What all of them say goes into one record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import statistics
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bsam.experiments.config import FIELDS, Config, from_mapping, toml_value
+from bsam.experiments.demo import grid_of
+from bsam.experiments.paper.presets import preset
+from bsam.experiments.paper.results import METRICS
+from bsam.experiments.record import write_json
+from bsam.experiments.reproduce.execute import execute_together
+from bsam.experiments.reproduce.plan import Plan, Task
+from bsam.experiments.reproduce.scales import shrunk
+
+__all__ = ["RULE", "TUNINGS", "Tuning", "collect_tries", "execute_tries", "plan_tries", "read_tuning"]
+
+TUNINGS = {path.stem.removeprefix("tuning_"): path for path in Path(__file__).parent.glob("tuning_*.toml")}
+"""The grids that come with the package, by name."""
+RULE = "the lowest NLL on the validation part, averaged over the seeds"
+FIRST_SEED = 100
+"""Other seeds than those of the tables."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is tried."""
+
+    name: str
+    base: str
+    """The preset that the tries change."""
+    validation: int
+    """Training examples held out."""
+    epochs: int
+    """Of a try."""
+    seeds: int
+    grid: tuple[dict[str, list[Any]], ...]
+    """Of each, all combinations are tried."""
+
+    @property
+    def tries(self) -> list[tuple[dict[str, Any], Config]]:
+        """The settings of each try as the grid has them, and all of its settings."""
+        base = preset(self.base)
+        found: dict[Config, dict[str, Any]] = {}
+        for options in (options for part in self.grid for options in grid_of(part)):
+            whole = from_mapping({**dataclasses.asdict(base), **options, "validation": self.validation})
+            found.setdefault(shrunk(whole, base.epochs / self.epochs), options)
+        return [(options, config) for config, options in found.items()]
+
+
+def read_tuning(name: str) -> Tuning:
+    """The grid of this name, or in this TOML file."""
+    path = Path(name) if name.endswith(".toml") else TUNINGS.get(name)
+    if path is None:
+        raise ValueError(f"there is no grid {name!r}: choose one of {', '.join(TUNINGS)}, or name a TOML file.")
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}. One that can be changed is {TUNINGS['cifar10']}")
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        fields = {field.name: content.pop(field.name) for field in dataclasses.fields(Tuning) if field.name != "name"}
+        if content:
+            raise ValueError(f"unknown key {next(iter(content))!r}: there are {', '.join(fields)}.")
+        tuning = Tuning(path.stem.removeprefix("tuning_"), **{**fields, "grid": tuple(fields["grid"])})
+        if tuning.validation < 1 or tuning.seeds < 1 or tuning.epochs < 1:
+            raise ValueError("validation, seeds and epochs must be at least 1.")
+        if not tuning.tries:
+            raise ValueError("the grid is empty: write a part [[grid]] with lists of values, like lr = [0.1, 0.3].")
+    except KeyError as error:
+        raise ValueError(f"{path}: the key {error} is missing.") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    return tuning
+
+
+def plan_tries(tuning: Tuning, runs: Path) -> Plan:
+    """A task for every try and seed, and whether it is done."""
+    left: list[Task] = []
+    there: list[Task] = []
+    for options, config in tuning.tries:
+        for seed in range(FIRST_SEED, FIRST_SEED + tuning.seeds):
+            task = _task(tuning, options, config, seed, runs)
+            (left if _outcome(task) is None else there).append(task)
+    return Plan(tuple(left), tuple(there))
+
+
+def _task(tuning: Tuning, options: dict[str, Any], config: Config, seed: int, runs: Path) -> Task:
+    words = re.sub(r"[^\w.=,+-]+", "-", ",".join(f"{name}={value}" for name, value in options.items()))
+    name = f"tune/{tuning.name}/{tuning.epochs}-epochs/{words}"
+    base = preset(tuning.base)
+    differences = [f"{f}={toml_value(getattr(config, f))}" for f in FIELDS if getattr(config, f) != getattr(base, f)]
+    return Task(
+        name=name,
+        preset=tuning.base,
+        seed=seed,
+        scale="full",
+        config=config,
+        changes=tuple(differences),
+        samples=(config.num_samples,),
+        folder=runs / name / f"seed{seed}",
+        record=runs / name / f"seed{seed}.json",
+        part="validation",
+    )
+
+
+def execute_tries(tasks: Sequence[Task], report: Callable[[float], None], **options: Any) -> None:
+    """As `execute_together`; that a try diverged is its outcome and no error."""
+    try:
+        execute_together(tasks, report, **options)
+    except FloatingPointError as error:
+        for task in tasks:
+            write_json(task.folder / "diverged.json", {"diverged": str(error)})
+
+
+def _outcome(task: Task) -> dict[str, Any] | None:
+    """What the record says about a task that is done."""
+    diverged = task.folder / "diverged.json"
+    if diverged.is_file():
+        return {"seed": task.seed, **json.loads(diverged.read_text())}
+    if not task.record.is_file():
+        return None
+    record = json.loads(task.record.read_text())
+    found = record["evaluations"].get(task.part, {}).get(str(*task.samples))
+    if found is None or from_mapping(record["config"]) != task.config:
+        return None
+    return {
+        "seed": task.seed,
+        **{metric: found[metric] for metric in METRICS},
+        "seconds": record["seconds"],
+        "final_loss": record["final_loss"],
+        "environment": record["environment"],
+    }
+
+
+def collect_tries(tuning: Tuning, runs: Path, command: str) -> dict[str, Any]:
+    """One record of all tries; in `chosen` the best one, or None if all diverged."""
+    plan = plan_tries(tuning, runs)
+    if plan.tasks:
+        raise ValueError(f"{len(plan.tasks)} tries are not done: go on with `{command}`.")
+    tries = []
+    environments: list[dict[str, Any]] = []
+    for options, config in tuning.tries:
+        outcomes = []
+        for seed in range(FIRST_SEED, FIRST_SEED + tuning.seeds):
+            outcome = _outcome(_task(tuning, options, config, seed, runs))
+            assert outcome is not None
+            environment = outcome.pop("environment", None)
+            if environment is not None and environment not in environments:
+                environments.append(environment)
+            outcomes.append(outcome)
+        losses = [math.inf if outcome.get("nll") is None else outcome["nll"] for outcome in outcomes]
+        tries.append(
+            {
+                "settings": options,
+                "nll": statistics.fmean(losses),
+                "seconds": sum(outcome.get("seconds", 0.0) for outcome in outcomes),
+                "seeds": outcomes,
+                "config": dataclasses.asdict(config),
+            }
+        )
+    best = min(tries, key=lambda each: each["nll"])
+    return {
+        "base": tuning.base,
+        "rule": RULE,
+        "validation": tuning.validation,
+        "epochs": tuning.epochs,
+        "chosen": {"settings": best["settings"], "nll": best["nll"]} if math.isfinite(best["nll"]) else None,
+        "tries": tries,
+        "seconds": sum(each["seconds"] for each in tries),
+        "environments": environments,
+        "command": command,
+    }

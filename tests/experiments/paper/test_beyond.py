@@ -1,0 +1,103 @@
+"""Rows of ours: beside the paper's, never among its numbers, with settings that are said."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bsam.experiments.comparison import compare
+from bsam.experiments.paper import beyond as module
+from bsam.experiments.paper.beyond import all_tables, beyond, contents, settings_line
+from bsam.experiments.paper.presets import preset, preset_title
+from bsam.experiments.paper.results import paper_tables
+from bsam.experiments.reproduce.plan import wanted_by_table
+from bsam.experiments.reproduce.show import comparison_markdown
+from tests.experiments.reproduce.records import write_record
+
+IVON = "here/cifar10/ivon"
+RECORD = Path(__file__).parents[3] / "results" / "tuning_cifar10.json"
+
+
+def row_of(records, name=IVON):
+    return next(row for block in compare("table1", records).blocks for row in block.rows if row.preset == name)
+
+
+def test_they_come_last_in_their_block_and_the_papers_rows_are_as_before():
+    for name, table in all_tables().items():
+        for block, paper in zip(table.blocks, paper_tables()[name].blocks, strict=True):
+            assert block.rows[: len(paper.rows)] == paper.rows
+            for row in block.rows[len(paper.rows) :]:
+                assert row.preset in beyond()
+                assert row.cells == (None,) * 4
+
+
+@pytest.mark.parametrize("name", beyond())
+def test_they_are_run_as_the_others_of_their_block(name):
+    config, row = preset(name), beyond()[name]
+    paper = preset(f"{row.table}/{row.block}/bsam")
+    for field in ("dataset", "model", "epochs", "batch_size", "augment", "drop_last", "validation", "num_samples"):
+        assert getattr(config, field) == getattr(paper, field), field
+    assert name.startswith("here/")
+    assert preset_title(name).startswith("Not in the paper: ")
+
+
+def test_ivon_has_the_published_settings():
+    """Read by eye in the authors' bdl_indomain/train_ivon.sh; N delta is weight decay times ess."""
+    config = preset(IVON)
+    assert (config.lr, config.beta1, config.beta2, config.initial_hessian) == (0.2, 0.9, 0.99999, 0.5)
+    assert config.prior_precision == pytest.approx(2e-4 * 5e4)
+
+
+def test_the_tuned_row_has_the_settings_that_were_chosen():
+    """Neither is there without the other."""
+    settings = contents()["here/cifar10/bsam-tuned"].get("settings")
+    assert (settings is not None) == RECORD.exists()
+    if settings is not None:
+        record = json.loads(RECORD.read_text())
+        assert settings == record["chosen"]["settings"]
+        assert record["base"] == "table1/cifar10/bsam"
+        assert f"{record['validation']:,} training images" in beyond()["here/cifar10/bsam-tuned"].about
+
+
+def test_a_row_without_settings_is_not_there_yet(monkeypatch):
+    rows = {"here/a": {"table": "table1", "block": "cifar10", "label": "a", "about": "b"}}
+    monkeypatch.setattr(module, "contents", lambda: rows)
+    assert beyond.__wrapped__() == {}
+
+
+def test_they_are_run_when_they_are_named():
+    assert IVON not in [want.preset for want in wanted_by_table("table1")]
+    assert [want.preset for want in wanted_by_table("table1", "cifar10", ["ivon"])] == [IVON]
+    with pytest.raises(ValueError, match="--methods ivon: there is no such method here"):
+        wanted_by_table("table1", "cifar100", ["ivon"])
+
+
+def test_the_table_shows_them_without_a_number_of_the_papers(tmp_path):
+    for seed in range(5):
+        write_record(tmp_path, IVON, seed, accuracy=0.9 + seed / 1e4)
+    row = row_of(tmp_path)
+    assert (row.ours, row.seeds, row.scale, row.epochs) == (True, 5, "full", 180)
+    assert {(cell.mark, cell.difference, cell.published) for cell in row.cells} == {("ours", None, None)}
+    shown = comparison_markdown(compare("table1", tmp_path))
+    assert "| IVON (added here)<br>5 seeds, 180 epochs | **90.02 (0.02)**<br>— |" in shown
+    assert f"\n\n{settings_line(IVON)}" in shown
+
+
+def test_on_the_tiny_scale_the_settings_are_others_and_not_said(tmp_path):
+    write_record(tmp_path, IVON, 0, scale="tiny", config=preset("digits/ivon"))
+    assert settings_line(IVON) not in comparison_markdown(compare("table1", tmp_path))
+
+
+def test_the_settings_are_said():
+    assert settings_line(IVON) == (
+        "IVON (added here) is not in the paper. Its settings: published by its authors for this network with augmented "
+        "images, batches of 50 and 200 epochs; lr = 0.2, beta1 = 0.9, prior_precision = 10.0, beta2 = 0.99999, "
+        "initial_hessian = 0.5."
+    )
+
+
+def test_a_setting_that_differs_from_the_block_is_said_even_if_it_is_the_default(monkeypatch):
+    changed = contents()
+    changed[IVON]["settings"]["schedule"] = "cosine"
+    monkeypatch.setattr(module, "contents", lambda: changed)
+    assert ", schedule = " in settings_line(IVON)
