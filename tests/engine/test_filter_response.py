@@ -29,6 +29,9 @@ def example(shape=(4, 6, 5, 7), groups=2, dtype=torch.float64, device="cpu"):
     vectors = [torch.randn(groups, shape[1] // groups, generator=generator).to(device) for _ in range(4)]
     leaves = [t.double().requires_grad_() for t in (x, *vectors)]
     z = literal(*leaves, skip.double())
+    tau = vectors[3].double().reshape(-1)[:, None, None]
+    at_the_threshold = (literal(*leaves[:4], tau - 1, 0) - tau).abs() < 1e-4  # rounding decides on which side
+    dz = dz.masked_fill(at_the_threshold, 0)
     gradients = torch.autograd.grad(z, leaves, dz.double())
     return x, skip, vectors, dz, (z.detach(), *gradients)
 

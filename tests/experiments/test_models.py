@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 
 import bsam
 from bsam.experiments.models import MODELS, make_model
-from bsam.experiments.models.resnet20_frn import FilterResponseNorm
+from bsam.experiments.models.resnet20_frn import FilterResponseNorm, resnet20_frn
 
 SETTINGS = [
     ("mlp_small", 10, (1, 8, 8), 17_509),
@@ -306,7 +306,7 @@ def test_vmap_over_weights_is_a_loop(name):
 def test_channels_last(name):
     model, (x, y) = make(name), examples(name)
     if name == "resnet18":
-        nn.init.normal_(model.head.weight)
+        nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
     expected = model(x)
     F.cross_entropy(expected, y).backward()
     gradients = [p.grad.clone() for p in model.parameters()]
@@ -323,7 +323,7 @@ def test_channels_last(name):
 def test_bfloat16_autocast(name):
     model, (x, y) = make(name), examples(name)
     if name == "resnet18":
-        nn.init.normal_(model.head.weight, std=0.04)
+        nn.init.normal_(model.head.weight, std=0.04, generator=torch.Generator().manual_seed(0))
     expected = model(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(x)
@@ -350,3 +350,12 @@ def test_a_step_of_bsam(name):
     loss = optimizer.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
     assert loss.isfinite()
     assert all(not torch.equal(p, q) and p.isfinite().all() for p, q in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of the compiler's own
+def test_the_normalisation_is_no_break_in_a_compiled_graph():
+    model = resnet20_frn(10, (3, 32, 32)).eval()
+    x = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="eager", fullgraph=True)(x)
+        torch.testing.assert_close(compiled, model(x))

@@ -20,11 +20,12 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 __all__ = ["better_on", "decompositions"]
 
 aten = torch.ops.aten
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def better_on(device: torch.device) -> bool:
     """Whether there are kernels for a device that are faster than torch's own."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and _HAS_TRITON
 
 
 def decompositions(*, least_groups: int = 2) -> dict[Any, Callable[..., Any]]:
@@ -201,7 +202,11 @@ def weight_tiles(num_in: int, num_out: int, size: int) -> tuple[int, int, int, i
 
 
 def num_chunks(dy: Tensor, num_in: int, num_out: int, size: int, groups: int) -> int:
-    """Into how many parts its pixels are cut: two programs a multiprocessor of a large GPU, of 128 pixels at least."""
+    """Into how many parts its pixels are cut: two programs a multiprocessor of a large GPU, of 128 pixels at least.
+
+    With many groups there are few parts, whose sums cost little: then four.
+    """
     pixels = dy.shape[0] * dy.shape[2] * dy.shape[3]
-    _, _, _, tiles = weight_tiles(num_in, num_out, size)
-    return max(1, min(-(-264 // (groups * tiles)), -(-pixels // 128)))
+    *_, tiles = weight_tiles(num_in, num_out, size)
+    programs = 528 if groups >= 16 else 264
+    return max(1, min(-(-programs // (groups * tiles)), -(-pixels // 128)))

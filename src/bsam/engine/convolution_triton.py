@@ -126,18 +126,15 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_kernel(  # type: ignore[no-untyped-def]
-    parts, dw, chunks, pairs, pairs_of_all, TAPS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+    parts, dw, chunks, pairs, numel, TAPS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # Pairs of an output and an input channel of one group; read tap by tap, written pair by pair.
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    group, tap = tl.program_id(1), tl.arange(0, WIDE)
-    mask = (tap < TAPS)[:, None] & (pair < pairs)[None, :]
-    at = (group * TAPS + tap)[:, None] * pairs + pair[None, :]
-    total = tl.zeros((WIDE, BLOCK), dtype=tl.float32)
-    for chunk in range(chunks):
-        total += tl.load(parts + chunk * pairs_of_all + at, mask=mask, other=0.0)
-    to = (group * pairs + pair)[None, :] * TAPS + tap[:, None]
-    tl.store(dw + to, total.to(dw.dtype.element_ty), mask=mask)
+    # Pairs of an output and an input channel: read tap by tap, written pair by pair.
+    pair, chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHUNKS)
+    group, tap = tl.program_id(1) // TAPS, tl.program_id(1) % TAPS
+    at = chunk[:, None] * numel + (group * TAPS + tap) * pairs + pair[None, :]
+    mask = pair < pairs
+    total = tl.sum(tl.load(parts + at, mask=(chunk < chunks)[:, None] & mask[None, :], other=0.0), 0)
+    tl.store(dw + (group * pairs + pair) * TAPS + tap, total.to(dw.dtype.element_ty), mask=mask)
 
 
 def gather_blocks(num_in: int, num_out: int, size: int, few_taps: bool) -> tuple[int, int, int, int, int, int]:
@@ -146,8 +143,8 @@ def gather_blocks(num_in: int, num_out: int, size: int, few_taps: bool) -> tuple
     # Several taps at once where there are few channels, or the matrix products would be too short.
     taps = max(1, min((32 if block_in > 8 else 16) // block_in, power_of_2(size * size)))
     block_in = max(block_in, 16 // taps)
-    block_p = 64 if 16 < block_out <= 64 else 128
-    return taps, block_p, block_in, block_out, 8 if block_out >= 128 else 4, 1 if few_taps else 3
+    stages = 1 if few_taps else 2 if taps > 1 else 3
+    return taps, 64 if block_out == 64 else 128, block_in, block_out, 8 if block_out >= 128 else 4, stages
 
 
 def gather_convolution(
@@ -182,9 +179,10 @@ def gather_convolution(
 
 def weight_blocks(columns: int, block_out: int, itemsize: int) -> tuple[int, int, int]:
     """Pixels of one tile, warps and pipeline stages."""
-    if block_out * columns >= 64 * 64 and block_out >= 64:
-        return 128 // itemsize, 8 if block_out * columns >= 128 * 128 else 4, 3
-    return (128 if columns >= 256 else 256) // itemsize, 4, 1
+    if block_out >= 64:
+        large = block_out * columns >= 128 * 128
+        return 128 // itemsize, 8 if large else 4, 3 if large else 2
+    return (128 // itemsize, 4, 2) if columns >= 256 else (256 // itemsize, 4, 1)
 
 
 def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: int, precision: str) -> None:
@@ -220,10 +218,9 @@ def sum_weight_gradient(parts: Tensor, dw: Tensor) -> None:
         dw: (groups, outputs, inputs, size, size), contiguous.
     """
     chunks, groups, size, _, num_out, num_in = parts.shape
-    pairs, taps = num_out * num_in, size * size
-    wide = power_of_2(taps)
-    block = max(16, 2048 // wide)
+    pairs, taps, rows = num_out * num_in, size * size, power_of_2(chunks)
+    block = max(16, 2048 // rows)
     with torch.cuda.device_of(parts):  # type: ignore[no-untyped-call]
-        _sum_kernel[(triton.cdiv(pairs, block), groups)](
-            parts, dw, chunks, pairs, groups * taps * pairs, taps, wide, block, num_warps=4
+        _sum_kernel[(triton.cdiv(pairs, block), groups * taps)](
+            parts, dw, chunks, pairs, parts[0].numel(), taps, rows, block, num_warps=4
         )

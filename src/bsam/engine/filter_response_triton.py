@@ -1,6 +1,6 @@
 """Filter response normalisation and its derivative as one kernel each; see `bsam.engine.filter_response`.
 
-A program takes some channels of one example and holds all their pixels in registers: what it reads, it reads once.
+A program takes some channels of one example.
 """
 
 from __future__ import annotations
@@ -26,24 +26,39 @@ def _load_vector(start, stride, c, channels, GROUP: tl.constexpr):  # type: igno
 def _forward_kernel(  # type: ignore[no-untyped-def]
     x, bias, gamma, beta, tau, bias_stride, gamma_stride, beta_stride, tau_stride, skip, eps, z, r, pixels, channels,
     GROUP: tl.constexpr, PIXEL_STRIDE: tl.constexpr, CHANNEL_STRIDE: tl.constexpr,
-    PIXELS: tl.constexpr, BLOCK: tl.constexpr, SKIP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
+    # Reads x twice, the second time from the cache: so many programs fit that they hide each other's waiting.
     example = tl.program_id(0).to(tl.int64)
-    p, c = tl.arange(0, PIXELS)[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = example * channels * pixels + p * PIXEL_STRIDE + c[None, :] * CHANNEL_STRIDE
-    inside = p < pixels
-    mask = inside & (c < channels)[None, :]
-    wide = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    wide = tl.where(inside, wide + _load_vector(bias, bias_stride, c, channels, GROUP), 0.0)
-    root = tl.rsqrt(tl.sum(wide * wide, 0) / pixels + eps)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = c < channels
+    start = example * channels * pixels + c[None, :] * CHANNEL_STRIDE
+    shift = _load_vector(bias, bias_stride, c, channels, GROUP)
+    squares = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for first in range(0, pixels, ROWS):
+        p = first + tl.arange(0, ROWS)[:, None]
+        wide = tl.load(x + start + p * PIXEL_STRIDE, mask=(p < pixels) & here[None, :], other=0.0).to(tl.float32)
+        wide = tl.where(p < pixels, wide + shift, 0.0)
+        squares += wide * wide
+    root = tl.rsqrt(tl.sum(squares, 0) / pixels + eps)
+    tl.store(r + example * channels + c, root, mask=here)
     g = _load_vector(gamma, gamma_stride, c, channels, GROUP)
-    y = g * (wide * root[None, :]) + _load_vector(beta, beta_stride, c, channels, GROUP)
-    threshold = tl.broadcast_to(_load_vector(tau, tau_stride, c, channels, GROUP), (PIXELS, BLOCK))
-    top = tl.maximum(y, threshold, propagate_nan=tl.PropagateNan.ALL)
-    if SKIP:
-        top += tl.load(skip + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(z + at, top.to(z.dtype.element_ty), mask=mask)
-    tl.store(r + example * channels + c, root, mask=c < channels)
+    b = _load_vector(beta, beta_stride, c, channels, GROUP)
+    threshold = tl.broadcast_to(_load_vector(tau, tau_stride, c, channels, GROUP), (ROWS, BLOCK))
+    for first in range(0, pixels, ROWS):
+        p = first + tl.arange(0, ROWS)[:, None]
+        at, mask = start + p * PIXEL_STRIDE, (p < pixels) & here[None, :]
+        wide = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) + shift
+        y = g * (wide * root[None, :]) + b
+        top = tl.maximum(y, threshold, propagate_nan=tl.PropagateNan.ALL)
+        if SKIP:
+            top += tl.load(skip + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(z + at, top.to(z.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add(a, b, c, d, e, f, g, h):  # type: ignore[no-untyped-def]
+    return a + e, b + f, c + g, d + h
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -52,6 +67,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, PIXEL_STRIDE: tl.constexpr, CHANNEL_STRIDE: tl.constexpr,
     PIXELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # Holds all pixels in registers.
     example = tl.program_id(0).to(tl.int64)
     p, c = tl.arange(0, PIXELS)[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = example * channels * pixels + p * PIXEL_STRIDE + c[None, :] * CHANNEL_STRIDE
@@ -62,39 +78,37 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     wide = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) + _load_vector(bias, bias_stride, c, channels, GROUP)
     v = tl.where(inside, wide * root, 0.0)
     g = _load_vector(gamma, gamma_stride, c, channels, GROUP)
-    above = (
-        g * v + _load_vector(beta, beta_stride, c, channels, GROUP) - _load_vector(tau, tau_stride, c, channels, GROUP)
-    )
+    b = _load_vector(beta, beta_stride, c, channels, GROUP)
+    above = g * v + b - _load_vector(tau, tau_stride, c, channels, GROUP)
     dy = outer * tl.where(above > 0, 1.0, tl.where(above == 0, 0.5, 0.0))
-    of_dyv, of_dy = tl.sum(dy * v, 0), tl.sum(dy, 0)
+    of_dyv, of_dy, of_v, of_dz = tl.reduce((dy * v, dy, v, outer), 0, _add)
     inner = g * root * (dy - v * (of_dyv / pixels)[None, :])
     tl.store(dx + at, inner.to(dx.dtype.element_ty), mask=mask)
     to = sums + example * 4 * channels + c
-    tl.store(to, tl.sum(inner, 0), mask=here)
+    scale = tl.sum(g * root, 0)  # of one row: the vector without its first dimension
+    tl.store(to, scale * (of_dy - of_v * (of_dyv / pixels)), mask=here)
     tl.store(to + channels, of_dyv, mask=here)
     tl.store(to + 2 * channels, of_dy, mask=here)
-    tl.store(to + 3 * channels, tl.sum(outer - dy, 0), mask=here)
-
-
-def tile(pixels: int, channels: int) -> tuple[int, int, int]:
-    """Pixels and channels of a program, and its warps."""
-    rows = power_of_2(pixels)
-    block = min(power_of_2(channels), 32, max(8, 16384 // rows))
-    return rows, block, max(1, min(16, rows * block // 1024))
+    tl.store(to + 3 * channels, of_dz - of_dy, mask=here)
 
 
 def forward(x: Tensor, vectors: Vectors, skip: Tensor | None, eps: float, z: Tensor, r: Tensor) -> None:
     """Write z, which has the strides of x and skip, and r."""
-    grid, sizes, warps = _sizes(x, vectors)
+    pixels = x.shape[2] * x.shape[3]
+    rows = min(256, max(64, power_of_2(pixels) // 2))
+    grid, sizes = _sizes(x, vectors, rows, 32)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _forward_kernel[grid](
-            x, *_rows(vectors), x if skip is None else skip, eps, z, r, *sizes, skip is not None, num_warps=warps
+            x, *_rows(vectors), x if skip is None else skip, eps, z, r, *sizes, skip is not None, num_warps=rows // 32
         )
 
 
 def backward(dz: Tensor, x: Tensor, vectors: Vectors, r: Tensor, dx: Tensor, sums: Tensor) -> None:
     """Write dx, which has the strides of x and dz, and the sums over the pixels."""
-    grid, sizes, warps = _sizes(x, vectors)
+    rows = power_of_2(x.shape[2] * x.shape[3])
+    block = min(32, max(8, 16384 // rows))
+    grid, sizes = _sizes(x, vectors, rows, block)
+    warps = 16 if rows * block >= 16384 else 4 if rows * block >= 8192 else 2
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _backward_kernel[grid](dz, x, *_rows(vectors), r, dx, sums, *sizes, num_warps=warps)
 
@@ -104,10 +118,10 @@ def _rows(vectors: Vectors) -> list[Tensor | int]:
     return [*rows, *(t.stride(0) for t in rows)]
 
 
-def _sizes(x: Tensor, vectors: Vectors) -> tuple[tuple[int, int], tuple[int, ...], int]:
+def _sizes(x: Tensor, vectors: Vectors, rows: int, block: int) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """The grid of programs of so many pixels and channels, and what they ask about sizes and strides."""
     examples, channels, height, width = x.shape
     pixels = height * width
-    rows, block, warps = tile(pixels, channels)
     strides = (channels, 1) if x.is_contiguous(memory_format=torch.channels_last) else (1, pixels)
     grid = (examples, triton.cdiv(channels, block))
-    return grid, (pixels, channels, vectors[0].shape[1], *strides, rows, block), warps
+    return grid, (pixels, channels, vectors[0].shape[1], *strides, rows, block)

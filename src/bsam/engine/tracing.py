@@ -20,8 +20,8 @@ from bsam.engine import convolution, filter_response
 
 __all__ = ["Captured", "compile_function", "compile_in_two"]
 
-OPTIONS = {"combo_kernels": True}
-"""Of the compiler: kernels that are independent of each other become one."""
+TOGETHER = {"combo_kernels": True}
+"""Option of the compiler: small kernels that are independent of each other become one. Large sums become slower."""
 
 Function = Callable[..., Sequence[Tensor]]
 
@@ -35,7 +35,7 @@ def compile_function(function: Function, inputs: list[Tensor], *, least_groups: 
         inputs: Examples. Shapes, types and devices of later calls must be the same.
         least_groups: Convolutions with fewer groups are left to cuDNN.
     """
-    return _compile(_trace(function, inputs, least_groups), inputs)
+    return _compile(_trace(function, inputs, least_groups), inputs, {})
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def compile_in_two(function: Function, inputs: list[Tensor], *, least_groups: in
     graph = _trace(function, inputs, least_groups)
     last = _last_sums(graph)
     if not last:
-        return _compile(graph, inputs)
+        return _compile(graph, inputs, TOGETHER)
     parts = split_module(graph, graph, lambda node: int(node in last))
     _CompileParts(parts).run(*inputs)
     return parts
@@ -83,7 +83,7 @@ def _share_layouts(graph: GraphModule) -> None:
                 graph.graph.erase_node(node)
 
 
-def _compile(graph: GraphModule, inputs: list[Tensor]) -> Function:
+def _compile(graph: GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Function:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own: deprecations, hints on speed
         from torch._inductor import compile as compile_graph
@@ -91,7 +91,7 @@ def _compile(graph: GraphModule, inputs: list[Tensor]) -> Function:
         # What is compiled for fixed shapes is kept on disk, if the compiler is told that they are.
         fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
         with tracing(TracingContext(fake)):
-            compiled: Function = compile_graph(graph, inputs, options=OPTIONS)  # type: ignore[arg-type]
+            compiled: Function = compile_graph(graph, inputs, options=options)  # type: ignore[arg-type]
     return compiled
 
 
@@ -122,7 +122,7 @@ class _CompileParts(Interpreter):
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compile a part with the inputs it is given."""
-        part = _Compiled(_compile(self.fetch_attr(target), list(args)))
+        part = _Compiled(_compile(self.fetch_attr(target), list(args), TOGETHER))
         setattr(self.module, target, part)
         return part(*args)
 

@@ -18,8 +18,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Config", "explanations", "from_file", "from_mapping", "override", "to_toml", "toml_value", "what_fits"]
+__all__ = [
+    "Config",
+    "Precision",
+    "explanations",
+    "from_file",
+    "from_mapping",
+    "override",
+    "to_toml",
+    "toml_value",
+    "what_fits",
+]
 
+Precision = Literal["float32", "bfloat16"]
 Method = Literal["sgd", "sam-sgd", "laplace", "swag", "vogn", "adam", "sam-adam", "bsam", "ivon"]
 
 
@@ -91,7 +102,7 @@ class Config:
 
     num_samples: int = 32
     """samples of the posterior that predictions are averaged over; 0 is the mean"""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Precision = "float32"
     """type of matrix products and convolutions (autocast)"""
     channels_last: bool = False
     """memory layout of images, faster on some devices"""

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from bsam.experiments.commands import Data, Device, app
 from bsam.experiments.comparison import SEEDS, TABLES, compare, find_table
-from bsam.experiments.config import toml_value
+from bsam.experiments.config import Precision, toml_value
 from bsam.experiments.record import write_json
 from bsam.experiments.recorded import Scale
 from bsam.experiments.reproduce.carry_out import carry_out
@@ -40,6 +40,12 @@ StackSeeds = Annotated[
     bool | None,
     typer.Option("--stack-seeds/--one-by-one", help="Train the seeds of a run together.", show_default="on CUDA"),
 ]
+PrecisionOption = Annotated[
+    Precision | None,
+    typer.Option(
+        help="Of the gradients. bfloat16 is faster on GPUs, and said in the records.", show_default="the presets'"
+    ),
+]
 SaveMinutes = Annotated[float, typer.Option(min=0, help="Minutes between two checkpoints of a run.")]
 
 
@@ -58,6 +64,7 @@ def reproduce(
     device: Device = None,
     save_minutes: SaveMinutes = 5.0,
     stack_seeds: StackSeeds = None,
+    precision: PrecisionOption = None,
 ) -> None:
     """Run a table of the paper and put our numbers beside the printed ones.
 
@@ -78,7 +85,7 @@ def reproduce(
     chosen = None if methods is None else [method.strip() for method in methods.split(",")]
     places = find_places(scale, runs, records)
     wanted = [want for name in names for want in wanted_by_table(name, block, chosen)]
-    plan = make_plan(wanted, seeds=seeds or SEEDS[scale], scale=scale, places=places)
+    plan = make_plan(wanted, seeds=seeds or SEEDS[scale], scale=scale, places=places, precision=precision)
     failed = carry_out(plan, scale, places.records, jobs, dry_run, data, device, save_minutes, stack_seeds)
     if dry_run:
         return
@@ -106,6 +113,7 @@ def sweep(
     device: Device = None,
     save_minutes: SaveMinutes = 5.0,
     stack_seeds: StackSeeds = None,
+    precision: PrecisionOption = None,
 ) -> None:
     """Vary rho of SAM-SGD, SAM-Adam and bSAM: the paper's figure of sensitivity.
 
@@ -115,7 +123,8 @@ def sweep(
     """
     if what != "rho":
         raise ValueError(f"there is no sweep of {what!r}: write rho.")
-    _study(sweep_rho(scale), scale, seeds, jobs, dry_run, records, runs, data, device, save_minutes, stack_seeds)
+    options = scale, seeds, jobs, dry_run, records, runs, data, device, save_minutes, stack_seeds, precision
+    _study(sweep_rho(scale), *options)
 
 
 @app.command()
@@ -131,6 +140,7 @@ def ablate(
     device: Device = None,
     save_minutes: SaveMinutes = 5.0,
     stack_seeds: StackSeeds = None,
+    precision: PrecisionOption = None,
 ) -> None:
     """Take bSAM apart: without noise, with more samples, more splits, the other curvature.
 
@@ -140,7 +150,8 @@ def ablate(
     """
     if what not in ABLATIONS:
         raise ValueError(f"there is no ablation of {what!r}: choose one of {', '.join(ABLATIONS)}.")
-    _study(ABLATIONS[what](), scale, seeds, jobs, dry_run, records, runs, data, device, save_minutes, stack_seeds)
+    options = scale, seeds, jobs, dry_run, records, runs, data, device, save_minutes, stack_seeds, precision
+    _study(ABLATIONS[what](), *options)
 
 
 @app.command()
@@ -220,11 +231,12 @@ def _study(
     device: str | None,
     save_minutes: float,
     stack_seeds: bool | None,
+    precision: Precision | None,
 ) -> None:
     places = find_places(scale, runs, records)
     path = places.studies / f"{study.file}.json"
     refuse_to_replace(path, scale)
-    plan = make_plan(study.wanted, seeds=seeds or SEEDS[scale], scale=scale, places=places)
+    plan = make_plan(study.wanted, seeds=seeds or SEEDS[scale], scale=scale, places=places, precision=precision)
     failed = carry_out(plan, scale, places.records, jobs, dry_run, data, device, save_minutes, stack_seeds)
     if dry_run:
         return

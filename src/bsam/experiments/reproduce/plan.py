@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bsam.experiments.comparison import find_table
-from bsam.experiments.config import Config, override
+from bsam.experiments.config import Config, Precision, override
 from bsam.experiments.paper.beyond import all_tables, beyond
 from bsam.experiments.recorded import Recorded, Scale, recorded, same_run
 from bsam.experiments.reproduce.scales import scaled
@@ -121,8 +121,18 @@ def find_recorded(wanted: Wanted, scale: Scale, records: Path) -> dict[int, Reco
     return {}
 
 
-def make_plan(wanted: Iterable[Wanted], *, seeds: int, scale: Scale, places: Places) -> Plan:
-    """Tasks for every run and seed that is not recorded with all its numbers of samples."""
+def make_plan(
+    wanted: Iterable[Wanted], *, seeds: int, scale: Scale, places: Places, precision: Precision | None = None
+) -> Plan:
+    """Tasks for every run and seed that is not recorded with all its numbers of samples.
+
+    Args:
+        wanted: What is asked for.
+        seeds: How many of each run.
+        scale: Of the runs.
+        places: Where they are, or will be.
+        precision: Of the gradients, if not the presets'; what is recorded in another is not run again.
+    """
     samples: dict[str, set[int]] = {}
     runs: dict[str, Wanted] = {}
     for want in wanted:
@@ -133,6 +143,8 @@ def make_plan(wanted: Iterable[Wanted], *, seeds: int, scale: Scale, places: Pla
     there: list[Task] = []
     for name, want in runs.items():
         _, config = settle(want, scale)
+        if precision is not None:
+            config = replace(config, precision=precision)
         found = find_recorded(want, scale, places.records)
         counts = tuple(sorted(samples[name]))
         for seed in range(seeds):
