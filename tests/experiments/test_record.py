@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from bsam.experiments.record import to_json, write_json
+from bsam.experiments.record import environment, to_json, write_json
 
 
 def test_numbers_that_json_does_not_know_become_null():
@@ -26,3 +26,8 @@ def test_a_record_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatc
         write_json(path, {"second": 2})
     assert json.loads(path.read_text()) == {"first": 1}
     assert os.listdir(tmp_path) == ["record.json"]
+
+
+def test_a_copy_without_history_can_be_told_its_commit(monkeypatch):
+    monkeypatch.setenv("BSAM_COMMIT", "0123456789ab")
+    assert environment()["commit"] == "0123456789ab"

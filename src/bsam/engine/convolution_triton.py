@@ -126,24 +126,38 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_kernel(  # type: ignore[no-untyped-def]
-    parts, dw, chunks, pairs, numel, TAPS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+    parts, dw, chunks, pairs, numel, TAPS: tl.constexpr, WIDE: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # Pairs of an output and an input channel: read tap by tap, written pair by pair.
-    pair, chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHUNKS)
-    group, tap = tl.program_id(1) // TAPS, tl.program_id(1) % TAPS
-    at = chunk[:, None] * numel + (group * TAPS + tap) * pairs + pair[None, :]
-    mask = pair < pairs
-    total = tl.sum(tl.load(parts + at, mask=(chunk < chunks)[:, None] & mask[None, :], other=0.0), 0)
-    tl.store(dw + (group * pairs + pair) * TAPS + tap, total.to(dw.dtype.element_ty), mask=mask)
+    # Pairs of an output and an input channel of one group: read tap by tap, written pair by pair.
+    pair, tap = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
+    group = tl.program_id(1)
+    of_group = (group * TAPS + tap)[:, None] * pairs + pair[None, :]
+    used = (tap < TAPS)[:, None] & (pair < pairs)[None, :]
+    total = tl.zeros((WIDE, BLOCK), dtype=tl.float32)
+    for first in range(0, chunks, CHUNKS):
+        chunk = first + tl.arange(0, CHUNKS)[:, None, None]
+        at = parts + chunk.to(tl.int64) * numel + of_group[None, :, :]
+        total += tl.sum(tl.load(at, mask=(chunk < chunks) & used[None, :, :], other=0.0), 0)
+    to = (group * pairs + pair)[:, None] * TAPS + tap[None, :]
+    written = (pair < pairs)[:, None] & (tap < TAPS)[None, :]
+    tl.store(dw + to, tl.trans(total).to(dw.dtype.element_ty), mask=written)
 
 
-def gather_blocks(num_in: int, num_out: int, size: int, few_taps: bool) -> tuple[int, int, int, int, int, int]:
-    """Taps, pixels, input and output channels of one tile, warps and pipeline stages."""
+def gather_blocks(num_in: int, num_out: int, size: int, all_taps: int) -> tuple[int, int, int, int, int, int]:
+    """Taps, pixels, input and output channels of one tile, warps and pipeline stages.
+
+    Args:
+        num_in: Channels of what is read.
+        num_out: Channels of what is written.
+        size: Of the kernel.
+        all_taps: The most taps that reach a pixel.
+    """
     block_in, block_out = min(64, power_of_2(num_in)), min(128, max(16, power_of_2(num_out)))
     # Several taps at once where there are few channels, or the matrix products would be too short.
     taps = max(1, min((32 if block_in > 8 else 16) // block_in, power_of_2(size * size)))
     block_in = max(block_in, 16 // taps)
-    stages = 1 if few_taps else 2 if taps > 1 else 3
+    turns = triton.cdiv(all_taps, taps) * triton.cdiv(num_in, block_in)
+    stages = 1 if turns <= 4 else 2 if taps > 1 else 3
     return taps, 64 if block_out == 64 else 128, block_in, block_out, 8 if block_out >= 128 else 4, stages
 
 
@@ -166,8 +180,9 @@ def gather_convolution(
     images, _, height, width = y.shape
     classes = stride if transposed else 1
     pixels = images * triton.cdiv(height, classes) * triton.cdiv(width, classes)
-    few_taps = triton.cdiv(size, classes) <= 2
-    taps, block_p, block_in, block_out, warps, stages = gather_blocks(num_in, num_out, size, few_taps)
+    taps, block_p, block_in, block_out, warps, stages = gather_blocks(
+        num_in, num_out, size, triton.cdiv(size, classes) ** 2
+    )
     grid = (triton.cdiv(pixels, block_p) * classes * classes, groups, triton.cdiv(num_out, block_out))
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _gather_kernel[grid](
@@ -218,9 +233,10 @@ def sum_weight_gradient(parts: Tensor, dw: Tensor) -> None:
         dw: (groups, outputs, inputs, size, size), contiguous.
     """
     chunks, groups, size, _, num_out, num_in = parts.shape
-    pairs, taps, rows = num_out * num_in, size * size, power_of_2(chunks)
-    block = max(16, 2048 // rows)
+    pairs, taps = num_out * num_in, size * size
+    wide, rows = power_of_2(taps), min(32, power_of_2(chunks))
+    block = max(16, 8192 // (wide * rows))
     with torch.cuda.device_of(parts):  # type: ignore[no-untyped-call]
-        _sum_kernel[(triton.cdiv(pairs, block), groups * taps)](
-            parts, dw, chunks, pairs, parts[0].numel(), taps, rows, block, num_warps=4
+        _sum_kernel[(triton.cdiv(pairs, block), groups)](
+            parts, dw, chunks, pairs, parts[0].numel(), taps, wide, rows, block, num_warps=8
         )

@@ -62,7 +62,12 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this package runs from, with a + if files differ from it; None outside of one."""
+    """The commit of the checkout this package runs from, with a + if files differ from it; None outside of one.
+
+    A copy without its history can be told which commit it is, by the variable BSAM_COMMIT.
+    """
+    if named := os.environ.get("BSAM_COMMIT"):
+        return named
     folder = Path(__file__).parent
     git = ["git", "-C", str(folder)]
     try:
