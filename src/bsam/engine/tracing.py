@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.split_module import split_module
 
 from bsam.engine import convolution, filter_response
+from bsam.engine.graphs import last_sums, merge_views, share_layouts
 
 __all__ = ["Captured", "compile_function", "compile_in_two"]
 
@@ -46,7 +46,7 @@ def compile_in_two(function: Function, inputs: list[Tensor], *, least_groups: in
     independent of each other, and the compiler makes few kernels of them in place of one each.
     """
     graph = _trace(function, inputs, least_groups)
-    last = _last_sums(graph)
+    last = last_sums(graph)
     if not last:
         return _compile(graph, inputs, TOGETHER)
     parts = split_module(graph, graph, lambda node: int(node in last))
@@ -61,26 +61,11 @@ def _trace(function: Function, inputs: list[Tensor], least_groups: int) -> Graph
     # cuDNN's BatchNorm converts the layout of images, which vmap cannot do; traced without it, it is compiled too.
     with torch.backends.cudnn.flags(enabled=False, allow_tf32=torch.backends.cudnn.allow_tf32):
         graph = make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-    for node in graph.graph.nodes:
-        if node.target is torch.ops.aten.view.default:  # the compiler may choose strides that ask for a copy
-            node.target = torch.ops.aten.reshape.default
     graph.graph.eliminate_dead_code()
-    _share_layouts(graph)
+    merge_views(graph)
+    share_layouts(graph)
     graph.recompile()
     return graph
-
-
-def _share_layouts(graph: GraphModule) -> None:
-    """Lay out the weights of a convolution once for the way there and the way back."""
-    aten, seen = torch.ops.aten, {}  # type: ignore[var-annotated]
-    for node in graph.graph.nodes:
-        is_view = node.target in (aten.permute.default, aten.reshape.default)
-        is_layout = node.target is aten.clone.default and all("bsam.conv" in str(user.target) for user in node.users)
-        if is_view or is_layout:
-            first = seen.setdefault((node.target, str(node.args), str(node.kwargs)), node)
-            if first is not node:
-                node.replace_all_uses_with(first)
-                graph.graph.erase_node(node)
 
 
 def _compile(graph: GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Function:
@@ -93,28 +78,6 @@ def _compile(graph: GraphModule, inputs: list[Tensor], options: dict[str, Any]) 
         with tracing(TracingContext(fake)):
             compiled: Function = compile_graph(graph, inputs, options=options)  # type: ignore[arg-type]
     return compiled
-
-
-def _last_sums(graph: GraphModule) -> set[Node]:
-    """The nodes behind partial sums that nothing else goes into, and outputs that are put together of them."""
-    ops = torch.ops.bsam
-
-    def is_partial(node: Node) -> bool:
-        if node.target is operator.getitem:  # dx of a filter response is used at once, its sums are not
-            of, index = node.args[0], int(node.args[1])  # type: ignore[arg-type]
-            return index == 1 and getattr(of, "target", None) is ops.filter_response_backward.default
-        return node.target is ops.convolution_weight_gradient.default
-
-    found: set[Node] = set()
-    for node in graph.graph.nodes:
-        late = [each in found or is_partial(each) for each in node.all_input_nodes]
-        together = any if node.target is torch.ops.aten.cat.default else all
-        if node.op == "call_function" and late and together(late):
-            found.add(node)
-    for node in reversed(graph.graph.nodes):
-        if any(user not in found and user.op != "output" for user in node.users):
-            found.discard(node)
-    return found
 
 
 class _CompileParts(Interpreter):

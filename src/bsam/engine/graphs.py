@@ -1,0 +1,80 @@
+"""Traced graphs made smaller before they are compiled; none of it changes a number."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+__all__ = ["last_sums", "merge_views", "share_layouts"]
+
+aten = torch.ops.aten
+_RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default)
+
+
+def merge_views(graph: GraphModule) -> None:
+    """Make one reshape of several in a row, one permutation of several, and none of those that change nothing.
+
+    vmap moves dimensions to and fro around every operation: most nodes of its graphs are such. Every view becomes a
+    reshape, which is a copy where the compiler chooses strides that ask for one.
+    """
+    for node in graph.graph.nodes:
+        if node.target in _RESHAPES:
+            source, shape = node.args[0], list(node.meta["val"].shape)
+            while source.target is aten.reshape.default:
+                source = source.args[0]
+            node.target, node.args, node.kwargs = aten.reshape.default, (source, shape), {}
+            same = list(source.meta["val"].shape) == shape
+        elif node.target is aten.permute.default:
+            source, order = node.args[0], _positive(node.args[1])
+            while source.target is aten.permute.default:
+                inner = _positive(source.args[1])
+                source, order = source.args[0], [inner[dim] for dim in order]
+            node.args = (source, order)
+            same = order == sorted(order)
+        else:
+            continue
+        if same:
+            node.replace_all_uses_with(source)
+    graph.graph.eliminate_dead_code()
+
+
+def _positive(order: list[int]) -> list[int]:
+    return [dim % len(order) for dim in order]
+
+
+def share_layouts(graph: GraphModule) -> None:
+    """Lay out the weights of a convolution once for the way there and the way back."""
+    seen: dict[Any, Node] = {}
+    for node in graph.graph.nodes:
+        is_view = node.target in (aten.permute.default, aten.reshape.default)
+        is_layout = node.target is aten.clone.default and all("bsam.conv" in str(user.target) for user in node.users)
+        if is_view or is_layout:
+            first = seen.setdefault((node.target, str(node.args), str(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+    graph.graph.eliminate_dead_code()
+
+
+def last_sums(graph: GraphModule) -> set[Node]:
+    """The nodes behind gradients of weights that nothing else goes into, and outputs that are put together of them."""
+    ops = torch.ops.bsam
+
+    def is_gradient(node: Node) -> bool:
+        if node.target is operator.getitem:  # dx of a filter response is used at once, its sums are not
+            of, index = node.args[0], int(node.args[1])  # type: ignore[arg-type]
+            return index == 1 and getattr(of, "target", None) is ops.filter_response_backward.default
+        return node.target is ops.convolution_weight_gradient.default
+
+    found: set[Node] = set()
+    for node in graph.graph.nodes:
+        late = [each in found or is_gradient(each) for each in node.all_input_nodes]
+        together = any if node.target is aten.cat.default else all
+        if node.op == "call_function" and late and together(late):
+            found.add(node)
+    for node in reversed(graph.graph.nodes):
+        if any(user not in found and user.op != "output" for user in node.users):
+            found.discard(node)
+    return found

@@ -1,0 +1,113 @@
+"""Traced graphs become smaller, and give the same numbers."""
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import functional_call, vjp
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.split_module import split_module
+
+from bsam.engine import convolution, filter_response
+from bsam.engine.graphs import last_sums, merge_views, share_layouts
+from bsam.experiments.models.resnet20_frn import Block
+
+aten = torch.ops.aten
+
+
+def trace(function, *inputs):
+    table = convolution.decompositions() | filter_response.decompositions()
+    return make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+def count(graph, target):
+    return sum(node.target is target for node in graph.graph.nodes)
+
+
+def test_views_in_a_row_become_one():
+    def function(x):
+        there = x.permute(2, 0, 1).permute(1, 2, 0).permute(0, -2, -1)  # nothing in the end
+        return there.reshape(6, 4).view(2, 12).unsqueeze(0) + x.permute(1, 0, 2).permute(2, 1, 0).reshape(1, 2, 12)
+
+    x = torch.randn(2, 3, 4)
+    graph = trace(function, x)
+    merge_views(graph)
+    graph.recompile()
+    assert count(graph, aten.permute.default) == 1
+    assert count(graph, aten.reshape.default) == 2
+    assert count(graph, aten.unsqueeze.default) == count(graph, aten.view.default) == 0
+    assert torch.equal(graph(x), function(x))
+
+
+def test_what_is_written_through_a_view_is_seen():
+    def function(x):
+        y = x.clone()
+        y.view(6).view(2, 3).add_(1)
+        return y * 2
+
+    x = torch.randn(2, 3)
+    graph = trace(function, x)
+    merge_views(graph)
+    graph.recompile()
+    assert torch.equal(graph(x), function(x))
+
+
+@pytest.fixture
+def gradients(monkeypatch):
+    """The gradients of a block of ResNet-20 at three sets of weights, put together, as on CUDA."""
+    monkeypatch.setattr(filter_response, "_has_kernels", lambda x: True)
+    torch.manual_seed(0)
+    block = Block(4, 8)
+    weights = {name: torch.randn(3, *p.shape) for name, p in block.named_parameters()}
+
+    @torch.no_grad()
+    def function(x, *values):
+        def one(x, values):
+            named = dict(zip(weights, values, strict=True))
+            loss, pullback = vjp(lambda w: functional_call(block, w, (x,)).square().mean(), named)
+            return torch.cat([g.flatten() for g in pullback(torch.ones_like(loss))[0].values()])
+
+        return [torch.vmap(one)(x, values)]
+
+    return function, (torch.randn(3, 2, 4, 8, 8), *weights.values())
+
+
+def test_weights_of_a_convolution_are_laid_out_once(gradients):
+    function, inputs = gradients
+    graph = trace(function, *inputs)
+    before = graph(*inputs)[0]
+    merge_views(graph)
+    share_layouts(graph)
+    graph.recompile()
+    laid_out = {node.args[1] for node in graph.graph.nodes if str(node.target).startswith("bsam.convolution.")}
+    used_again = {n.args[1] for n in graph.graph.nodes if str(n.target).startswith("bsam.convolution_input_gradient.")}
+    assert len(laid_out) == 3
+    assert used_again < laid_out
+    torch.testing.assert_close(graph(*inputs)[0], before)
+
+
+def test_last_sums_come_after_everything_else(gradients):
+    function, inputs = gradients
+    graph = trace(function, *inputs)
+    last = last_sums(graph)
+    assert any(node.target is aten.cat.default for node in last)
+    assert all(user in last or user.op == "output" for node in last for user in node.users)
+    assert not any(str(node.target).startswith("bsam.") for node in last)
+    parts = split_module(graph, graph, lambda node: int(node in last))
+    assert [name for name, _ in parts.named_children()] == ["submod_0", "submod_1"]
+    torch.testing.assert_close(parts(*inputs)[0], function(*inputs)[0])
+
+
+def test_a_gradient_that_is_used_elsewhere_is_not_put_off(monkeypatch):
+    monkeypatch.setattr(filter_response, "_has_kernels", lambda x: True)
+
+    def function(dy, x):
+        dw = torch.ops.bsam.convolution_weight_gradient(dy, x, 3, 1, 1, 2, False)
+        return [torch.cat([(dw * 2).flatten(), dy.flatten()]), F.relu(x * dw.sum() + dy.sum())]
+
+    x = torch.randn(2, 8, 4, 4).contiguous(memory_format=torch.channels_last)
+    graph = trace(function, x, x)
+    names = {node.name for node in last_sums(graph)}
+    assert "cat" in names
+    assert not {node.name for node in graph.graph.nodes if node.target in (aten.sum.default, operator.getitem)} & names
