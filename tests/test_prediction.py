@@ -293,15 +293,51 @@ def test_chunk_is_chosen_by_memory(monkeypatch):
     model, x = seeded(mlp), vectors(5)
     q = gaussian(model)
     everything = predict(model, q, x, num_samples=5)
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    sizes = []
+    hooks = [layer.register_forward_hook(lambda _, x, y: sizes.append(y.numel() * 8)) for layer in model]
+    model(x)
+    for hook in hooks:
+        hook.remove()
+    size = sum(p.numel() * 8 for p in model.parameters()) + 4 * max(sizes)
     seen = []
     vmap = torch.vmap
     monkeypatch.setattr(torch, "vmap", lambda f: lambda stack: seen.append(len(stack["0.bias"])) or vmap(f)(stack))
-    for room, chunks in ((5 * size, [5]), (2 * size + 1, [2, 2, 1]), (0, [1] * 5)):
-        monkeypatch.setattr(passes, "_STACK_BYTES", room)
+    for room, chunks in ((5 * size, [5]), (3 * size - 1, [2, 2, 1]), (0, [1] * 5)):
+        monkeypatch.setattr(passes, "_room", lambda device, room=room: room)
         seen.clear()
         assert_close(everything, predict(model, q, x, num_samples=5, vectorise=True))
         assert seen == chunks
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "most", "chunk"), [(32, 99, 32), (2048, 244, 128), (64, 63, 32), (7, 6, 6), (5, 1, 1)]
+)
+def test_chunks_of_one_size_where_there_are_such(num_samples, most, chunk):
+    assert passes._share(num_samples, most) == chunk
+
+
+def test_a_chunk_that_does_not_fit_is_halved(monkeypatch):
+    model, x = seeded(mlp), vectors(5)
+    q = gaussian(model)
+    everything = predict(model, q, x, num_samples=8)
+    tried = []
+    vmap = torch.vmap
+
+    def small(function):
+        def run(stack):
+            tried.append(len(stack["0.bias"]))
+            if tried[-1] > 2:
+                raise torch.OutOfMemoryError("no room")
+            return vmap(function)(stack)
+
+        return run
+
+    monkeypatch.setattr(torch, "vmap", small)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    result = predict(model, q, x, num_samples=8, vectorise=True)
+    assert result.computed_by == "vmap"
+    assert tried == [8, 4, 2, 2, 2, 2]
+    assert_close(everything, result)
 
 
 @pytest.mark.parametrize("make", [Branching, lambda: CustomFunction(D, K), Hoarder])
@@ -339,7 +375,7 @@ def test_fixed_layers_run_once():
     q = DiagonalGaussian.from_model(model, {p: torch.full_like(p, 0.2) for p in head})
     shapes = []
     model[0].register_forward_hook(lambda module, args, output: shapes.append(torch.is_tensor(output)))
-    vmap = predict(model, q, x, num_samples=6, vectorise=True)
+    vmap = predict(model, q, x, num_samples=6, vectorise=True, chunk=6)  # to choose one takes a pass more
     assert len(shapes) == 1
     assert_close(vmap, predict(model, q, x, num_samples=6, vectorise=False))
     assert len(shapes) == 7

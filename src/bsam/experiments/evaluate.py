@@ -69,7 +69,7 @@ def evaluate(
         file = folder / f"predictions-{part}-{count}.safetensors"
         if again or not _belongs(file, origin, evaluations.get(str(count), {})):
             dataset, model, posterior = loaded()
-            batches = plain_batches(dataset, part)
+            batches = plain_batches(dataset, part, batch_size=500)  # of one size, for a compiled pass
             predict(config, model, posterior, batches, num_samples=count, seed=seed).save(file)
             record["evaluations"]["environment"] = environment(dataset.device)
         predictions = bsam.Predictions.load(file)

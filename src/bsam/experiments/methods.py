@@ -87,4 +87,5 @@ def predict(
     """What a method predicts: the average over samples, or, at a Laplace approximation, the linearised model's."""
     if config.method == "laplace" and num_samples and isinstance(posterior, bsam.DiagonalGaussian):
         return bsam.predict_linearised(model, posterior, data, num_samples=num_samples, seed=seed)
-    return bsam.predict(model, posterior, data, num_samples=num_samples, seed=seed, progress=False)
+    pays = num_samples >= 256 and next(model.parameters()).is_cuda  # compiling takes as long as hundreds of passes
+    return bsam.predict(model, posterior, data, num_samples=num_samples, seed=seed, compile=pays, progress=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from bsam.experiments.models import make_model
 
 __all__ = ["Trainer", "train_together"]
 
-Step = Callable[[Tensor, Tensor], Iterable[Tensor]]
+Step = Callable[[Tensor, Tensor], Tensor]
 """Takes batches of all runs, returns their losses."""
 
 
@@ -76,11 +76,10 @@ class Trainer:
         self.optimizer.step()
         return loss.detach()
 
-    def _count(self, loss: Tensor, size: int) -> None:
+    def _count(self, size: int) -> None:
         """Note that a step was taken."""
         if self.collector is not None and self.epoch >= self.config.epochs:
             self.collector.step()
-        self._loss_sum += loss * size
         self._examples += size
         self.batch += 1
 
@@ -179,6 +178,9 @@ def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> It
         for trainer in trainers:
             trainer._set_rates()
             trainer.model.train()
+        loss_sums = torch.stack([trainer._loss_sum for trainer in trainers])
+        for trainer, loss_sum in zip(trainers, loss_sums, strict=True):
+            trainer._loss_sum = loss_sum
         batches = stacked_batches(
             dataset,
             config.batch_size,
@@ -194,11 +196,12 @@ def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> It
             if compiled and step is None and x.shape[1] == config.batch_size:
                 step = _compile(trainers, x, y)
             if step is None:
-                losses = [trainer._step(x[i], y[i]) for i, trainer in enumerate(trainers)]
+                losses = torch.stack([trainer._step(x[i], y[i]) for i, trainer in enumerate(trainers)])
             else:
-                losses = list(step(x, y))
-            for trainer, loss in zip(trainers, losses, strict=True):
-                trainer._count(loss, x.shape[1])
+                losses = step(x, y)
+            loss_sums.add_(losses, alpha=x.shape[1])
+            for trainer in trainers:
+                trainer._count(x.shape[1])
                 trainer.seconds += (time.perf_counter() - begin) / len(trainers)
             yield
             begin = time.perf_counter()
@@ -211,7 +214,7 @@ def _compile(trainers: Sequence[Trainer], x: Tensor, y: Tensor) -> Step:
     """The step of all runs as one; IVON, which is not ours to trace, takes those of each run in turn."""
     steps = [IvonStep(trainer.optimizer, trainer._loss) for trainer in trainers if isinstance(trainer.optimizer, Ivon)]
     if steps:
-        return lambda x, y: [step(x[i], y[i]) for i, step in enumerate(steps)]
+        return lambda x, y: torch.stack([step(x[i], y[i]) for i, step in enumerate(steps)])
     return bsam.TrainStep(
         [trainer.optimizer for trainer in trainers if isinstance(trainer.optimizer, Optimizer)],
         [trainer._loss for trainer in trainers],

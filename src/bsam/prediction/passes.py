@@ -19,8 +19,10 @@ from bsam.prediction.averages import Average
 
 __all__ = ["Passes"]
 
-_STACK_BYTES = 256 * 2**20
-"""The most memory that the weights of one chunk take, unless `chunk` says otherwise."""
+_ON_CPU = 256 * 2**20
+"""Bytes that a chunk of samples may take on the CPU, unless `chunk` says otherwise."""
+_OUTPUTS_AT_ONCE = 4
+"""How many outputs as large as the largest layer's a pass is taken to hold."""
 _SHORT = (torch.bfloat16, torch.float16)
 
 
@@ -53,13 +55,13 @@ class Passes:
         names = clean_names(name for name, _ in model.named_parameters())
         self._keys = {short: f"model.{name}" for name, short in names.items()}
 
-        size = sum(p.numel() * p.element_size() for p in self._parameters.values())
-        self._chunk = chunk or max(1, min(num_samples, _STACK_BYTES // max(size, 1)))
+        self._weight_bytes = sum(p.numel() * p.element_size() for p in self._parameters.values())
+        self._chunk = chunk or max(1, min(num_samples, _ON_CPU // max(1, self._weight_bytes)))  # held by a loop
+        self._fits = chunk is not None
         self._statistics: dict[str, list[Tensor]] = {}  # BatchNorm's, one a sample, where they are estimated anew
         if recalibrate is not None:
             self._recalibrate(recalibrate)
-        # All samples in one chunk are drawn once and kept; several chunks are drawn again for every batch.
-        self._kept = list(self._draw()) if self._parameters and self._chunk >= num_samples else None
+        self._kept: list[dict[str, Tensor]] | None = None
 
         if compile and vectorise is False:
             raise ValueError("compile=True compiles the vmapped pass: leave vectorise=False out.")
@@ -75,8 +77,9 @@ class Passes:
             try:
                 if not (self._forced or self._checked):
                     self._check_vmap(inputs)
-                run = self._compiled if self._compile else self._vmapped
-                return _columns(start(), (run(stack, inputs) for stack in self._stacks()))
+                if not self._fits:
+                    self._fit(inputs)
+                return self._together(inputs, start)
             except Exception as error:
                 # What vmap cannot do comes out in many ways. A mistake of the user's will come again in the loop.
                 if self._forced:
@@ -90,8 +93,42 @@ class Passes:
             (self._at(stack, i, inputs)[None] for stack in self._stacks() for i in range(_num_samples(stack))),
         )
 
+    def _together(self, inputs: Any, start: Callable[[], Average]) -> dict[str, Tensor | None]:
+        run = self._compiled if self._compile else self._vmapped
+        while True:
+            try:
+                return _columns(start(), (run(stack, inputs) for stack in self._stacks()))
+            except torch.OutOfMemoryError:
+                if self._chunk == 1:
+                    raise
+                self._chunk, self._kept = self._chunk // 2, None
+                torch.cuda.empty_cache()
+
+    def _fit(self, inputs: Any) -> None:
+        """Choose a chunk that fits into memory, from the outputs of all layers in a plain pass."""
+        largest = 0
+
+        def look(layer: nn.Module, arguments: Any, output: Any) -> None:
+            nonlocal largest
+            if isinstance(output, Tensor):
+                largest = max(largest, output.numel() * output.element_size())
+
+        hooks = [layer.register_forward_hook(look) for layer in self._model.modules()]
+        try:
+            self._model(inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        most = _room(self._device) // max(1, self._weight_bytes + _OUTPUTS_AT_ONCE * largest)
+        self._chunk, self._fits = _share(self._num_samples, max(1, most)), True
+
     def _stacks(self) -> Iterable[dict[str, Tensor]]:
-        return self._draw() if self._kept is None else self._kept
+        """The samples in order. In one chunk they are drawn once and kept; several are drawn again for every batch."""
+        if self._chunk < self._num_samples:
+            return self._draw()
+        if self._kept is None:
+            self._kept = list(self._draw())
+        return self._kept
 
     def _draw(self) -> Iterator[dict[str, Tensor]]:
         """The samples in order, stacked along dimension 0 in chunks."""
@@ -176,7 +213,7 @@ class Passes:
         A model that keeps its weights in a list of its own, say, does not see those that are handed in: it would
         predict with the mean at every sample and look certain.
         """
-        stack = {name: weights[:1] for name, weights in next(iter(self._stacks())).items()}
+        stack = {name: weights[:1] for name, weights in next(iter(self._draw())).items()}
         handed, written = self._vmapped(stack, inputs)[0], self._at(stack, 0, inputs)
         # Generous: kernels for stacked weights round in other places, and TensorFloat-32 has 11 bits. Under autocast
         # a model may well return float32, but of numbers that have 8 or 11.
@@ -239,6 +276,18 @@ def _launch_bound(device: torch.device) -> bool:
     half as fast for convolutions, with `chunk` times the memory.
     """
     return device.type != "cpu"
+
+
+def _room(device: torch.device) -> int:
+    """How many bytes the weights and outputs of one chunk may take: half of what is free on a GPU."""
+    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else _ON_CPU
+
+
+def _share(num_samples: int, most: int) -> int:
+    """The largest chunk, or one that leaves no rest if there is such of half the size: each size is compiled anew."""
+    if most >= num_samples:
+        return num_samples
+    return next((n for n in range(most, most // 2, -1) if num_samples % n == 0), most)
 
 
 def _columns(average: Average, outputs: Iterable[Tensor]) -> dict[str, Tensor | None]:

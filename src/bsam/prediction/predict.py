@@ -110,8 +110,8 @@ def predict(
         num_samples: How many samples to average over; 0 predicts with the mean.
         seed: Seed of the samples.
         chunk: How many samples are held, and run in one vmapped pass, at a time. It multiplies the memory for
-            weights and activations. By default as many as fit into 256 MB of weights. If that is all of them, they
-            are drawn once, otherwise anew for each batch.
+            weights and activations. By default as many as fit into half of a GPU's free memory, or 256 MB on the
+            CPU. If that is all of them, they are drawn once, otherwise anew for each batch.
         batch_size: The most examples of a batch where tensors are cut, which is done evenly.
         likelihood: `"categorical"`: outputs are logits (n, K). `"bernoulli"`: logits (n,) or (n, 1) of class 1 of
             two. `"gaussian"`: outputs (n,) or (n, D) are means of real targets.
