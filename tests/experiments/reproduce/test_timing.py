@@ -7,9 +7,10 @@ import torch
 
 from bsam.experiments.data import load
 from bsam.experiments.paper.presets import preset
+from bsam.experiments.reproduce import timing
 from bsam.experiments.reproduce.plan import Places, make_plan, wanted_by_table
 from bsam.experiments.reproduce.scales import scaled
-from bsam.experiments.reproduce.timing import estimate, num_steps, time_step
+from bsam.experiments.reproduce.timing import Estimate, estimate, num_steps, time_step
 from bsam.experiments.trainer import Trainer
 from tests.experiments.reproduce.records import write_record
 
@@ -46,3 +47,10 @@ def test_records_of_the_same_device_go_before_timed_steps(tmp_path):
         write_record(tmp_path, "table6/mnist/sgd", seed, device="CPU, x86_64, 64 cores")  # seconds: 10 + seed
     found = estimate(tasks, tmp_path, CPU)["table6/mnist/sgd"]
     assert (found.source, found.seconds) == ("records", 11.5)
+
+
+def test_what_is_compiled_is_not_timed_by_steps_that_are_not(tmp_path, monkeypatch):
+    places = Places(tmp_path, tmp_path, tmp_path)
+    tasks = make_plan(wanted_by_table("table6", "mnist", ["sgd"]), seeds=1, scale="full", places=places).tasks
+    monkeypatch.setattr(timing, "environment", lambda device: {"device": "NVIDIA H200"})
+    assert estimate(tasks, tmp_path, torch.device("cuda")) == {"table6/mnist/sgd": Estimate(None, "no record")}

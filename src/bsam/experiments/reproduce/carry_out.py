@@ -139,14 +139,17 @@ def _show_plan(console: Console, plan: Plan, scale: Scale, records: Path, jobs: 
     epochs = {task.name: task.config.total_epochs for task in plan.tasks}
     for name, count in left.items():
         found = estimates[name]
-        table.add_row(name, str(epochs[name]), str(count), str(there[name]), _clock(found.seconds), found.source)
+        takes = "?" if found.seconds is None else _clock(found.seconds)
+        table.add_row(name, str(epochs[name]), str(count), str(there[name]), takes, found.source)
     console.print(table)
-    total = sum(count * estimates[name].seconds for name, count in left.items())
+    what = f"{len(plan.tasks)} runs to do, {len(plan.recorded)} recorded"
+    seconds = [count * found.seconds for name, count in left.items() if (found := estimates[name]).seconds is not None]
+    if len(seconds) == len(left):
+        what += f"; about {_clock(sum(seconds))} of training on {device}"
+        what += f", {_clock(sum(seconds) / jobs)} with {jobs} jobs if they do not slow each other" if jobs > 1 else ""
+        what += ". Evaluation comes on top"
     console.print(
-        f"{len(plan.tasks)} runs to do, {len(plan.recorded)} recorded; about {_clock(total)} of training on {device}"
-        f"{f', {_clock(total / jobs)} with {jobs} jobs if they do not slow each other' if jobs > 1 else ''}."
-        " Evaluation comes on top. By: `records` of the same run on such a device, or `timed` steps on random images.",
-        highlight=False,
+        f"{what}. By: `records` of the same run on such a device, or `timed` steps on random images.", highlight=False
     )
 
 

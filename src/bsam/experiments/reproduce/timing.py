@@ -24,11 +24,11 @@ _TIMED_STEPS, _ENOUGH_SECONDS = 3, 1.0
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of training, and where the number is from."""
+    """Seconds of training if they are known, and where the number is from."""
 
-    seconds: float
+    seconds: float | None
     source: str
-    """`records`, or `timed` steps."""
+    """`records`, `timed` steps, or `no record`."""
 
 
 def estimate(tasks: tuple[Task, ...], records: Path, device: torch.device) -> dict[str, Estimate]:
@@ -40,6 +40,9 @@ def estimate(tasks: tuple[Task, ...], records: Path, device: torch.device) -> di
         seconds = [r.seconds for r in recorded(records, task.name, task.scale).values() if _kind(r.device) == here]
         if seconds:
             estimates[task.name] = Estimate(statistics.fmean(seconds), "records")
+            continue
+        if device.type == "cuda":  # steps are compiled there, and one that is not says nothing about them
+            estimates[task.name] = Estimate(None, "no record")
             continue
         cost = _decides_cost(task.config)
         if cost not in steps:
