@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-__all__ = ["last_sums", "merge_views", "share_layouts"]
+__all__ = ["last_sums", "merge_views"]
 
 aten = torch.ops.aten
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default)
@@ -43,19 +42,6 @@ def merge_views(graph: GraphModule) -> None:
 
 def _positive(order: list[int]) -> list[int]:
     return [dim % len(order) for dim in order]
-
-
-def share_layouts(graph: GraphModule) -> None:
-    """Lay out the weights of a convolution once for the way there and the way back."""
-    seen: dict[Any, Node] = {}
-    for node in graph.graph.nodes:
-        is_view = node.target in (aten.permute.default, aten.reshape.default)
-        is_layout = node.target is aten.clone.default and all("bsam.conv" in str(user.target) for user in node.users)
-        if is_view or is_layout:
-            first = seen.setdefault((node.target, str(node.args), str(node.kwargs)), node)
-            if first is not node:
-                node.replace_all_uses_with(first)
-    graph.graph.eliminate_dead_code()
 
 
 def last_sums(graph: GraphModule) -> set[Node]:

@@ -31,12 +31,9 @@ class Program:
         function: Takes trees of tensors, returns one.
         arguments: Examples. Shapes and types of later ones must be the same.
         stacked: The arguments have a dimension of runs in front: the program is called for one of them under vmap.
-        least_groups: See `bsam.engine.tracing.compile_in_two`.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], *, stacked: bool, least_groups: int
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], *, stacked: bool) -> None:
         flat, spec = pytree.tree_flatten(arguments)
         flat = [t.contiguous() for t in flat]
 
@@ -44,7 +41,7 @@ class Program:
             outputs, self._spec = pytree.tree_flatten(function(*pytree.tree_unflatten(list(tensors), spec)))
             return outputs
 
-        self._compiled = compile_in_two(of_flat, flat, least_groups=least_groups)
+        self._compiled = compile_in_two(of_flat, flat)
         with torch.no_grad():
             outputs = self._compiled(*flat)
         self._like = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in outputs]

@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.split_module import split_module
 
-from bsam.engine import convolution, filter_response
-from bsam.engine.graphs import last_sums, merge_views, share_layouts
+from bsam.engine.graphs import last_sums, merge_views
+from bsam.kernels import convolution, filter_response
 
 __all__ = ["Captured", "compile_function", "compile_in_two"]
 
@@ -27,25 +27,24 @@ Function = Callable[..., Sequence[Tensor]]
 
 
 @torch.no_grad()
-def compile_function(function: Function, inputs: list[Tensor], *, least_groups: int = 2) -> Function:
+def compile_function(function: Function, inputs: list[Tensor]) -> Function:
     """Trace `function(*inputs)` and compile what it did; it may write into its inputs.
 
     Args:
         function: Takes tensors, returns a list of tensors.
         inputs: Examples. Shapes, types and devices of later calls must be the same.
-        least_groups: Convolutions with fewer groups are left to cuDNN.
     """
-    return _compile(_trace(function, inputs, least_groups), inputs, {})
+    return _compile(_trace(function, inputs), inputs, {})
 
 
 @torch.no_grad()
-def compile_in_two(function: Function, inputs: list[Tensor], *, least_groups: int = 2) -> Function:
+def compile_in_two(function: Function, inputs: list[Tensor]) -> Function:
     """The same for a function that writes into none of its inputs, with its last sums compiled by themselves.
 
     Gradients come as partial sums of many small tensors, at many places of a network. Put off to the end they are
     independent of each other, and the compiler makes few kernels of them in place of one each.
     """
-    graph = _trace(function, inputs, least_groups)
+    graph = _trace(function, inputs)
     last = last_sums(graph)
     if not last:
         return _compile(graph, inputs, TOGETHER)
@@ -54,16 +53,13 @@ def compile_in_two(function: Function, inputs: list[Tensor], *, least_groups: in
     return parts
 
 
-def _trace(function: Function, inputs: list[Tensor], least_groups: int) -> GraphModule:
-    table: dict[Any, Any] = {}
-    if convolution.better_on(inputs[0].device):
-        table = convolution.decompositions(least_groups=least_groups) | filter_response.decompositions()
+def _trace(function: Function, inputs: list[Tensor]) -> GraphModule:
+    table = convolution.decompositions() | filter_response.decompositions()
     # cuDNN's BatchNorm converts the layout of images, which vmap cannot do; traced without it, it is compiled too.
     with torch.backends.cudnn.flags(enabled=False, allow_tf32=torch.backends.cudnn.allow_tf32):
         graph = make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     graph.graph.eliminate_dead_code()
     merge_views(graph)
-    share_layouts(graph)
     graph.recompile()
     return graph
 

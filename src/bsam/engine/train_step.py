@@ -64,8 +64,8 @@ class TrainStep:
         compile: False runs the traced formulas as they are.
         cuda_graph: Whether to capture the step: `"auto"` on CUDA, if the step is compiled.
         precision: `"bfloat16"` runs `loss_fn` under autocast.
-        least_groups: On CUDA, convolutions with so many groups, one for each split of each run, have kernels of their
-            own; those with fewer are left to cuDNN.
+        least_groups: On CUDA, convolutions with so many sets of weights, one for each split of each run, have kernels
+            of their own; those with fewer are left to cuDNN.
 
     Examples:
         >>> from bsam import BSAM
@@ -189,14 +189,11 @@ class TrainStep:
 
         self._fill(_tensors(self._example))
         self._send_rates()
-        self._gradient = self._compile_gradient(least_groups) if compile and not isinstance(method, VOGN) else None
+        self._our_convolutions = runs * self._splits >= least_groups
+        self._gradient = self._compile_gradient() if compile and not isinstance(method, VOGN) else None
         """Gradients at given weights: compiled by itself, because a step may ask for them twice."""
         flat, self._spec = pytree.tree_flatten(self._inputs())
-        function = (
-            compile_function(self._flat_step, flat, least_groups=least_groups)
-            if compile
-            else torch.no_grad()(self._flat_step)
-        )
+        function = compile_function(self._flat_step, flat) if compile else torch.no_grad()(self._flat_step)
 
         def whole() -> None:
             self._draw()
@@ -283,8 +280,9 @@ class TrainStep:
         cut = [t.unflatten(0, (self._splits, -1)) for t in given["batch"]]
         loss_module = LossModule(self.modules[0], self._loss_fns[0])
         losses, statistics, moved = probe_stack(
-            method, slots, loss_module, self._unpack, self._pack, theta, self._part, cut, buffers, self._gradient
-        )
+            method, slots, loss_module, self._unpack, self._pack, theta, self._part, cut, buffers, self._gradient,
+            self._our_convolutions,
+        )  # fmt: skip
         finite = all_finite([*losses, *(t for tensors in statistics.values() for t in tensors)])
         clip_gradient(statistics["gradient"], method._option("max_grad_norm"))
         gradients = []
@@ -301,7 +299,7 @@ class TrainStep:
             "gradients": gradients,
         }
 
-    def _compile_gradient(self, least_groups: int) -> Program:
+    def _compile_gradient(self) -> Program:
         """`GradAtStack.evaluate_all`, for one run, or for all of them under vmap."""
         from bsam.engine.program import Program
 
@@ -312,12 +310,13 @@ class TrainStep:
         rows = [t.reshape(len(t), self._splits, -1, *t.shape[2:]) for t in self._batch]
         buffers = dict(zip(self._buffers, stack(self._buffers.values()), strict=True))
         loss_module = LossModule(self.modules[0], self._loss_fns[0])
-        grad_at = GradAtStack(loss_module, self._unpack, self._pack, self._part, [], {}, lambda _: frozenset())
+        ours = self._our_convolutions
+        grad_at = GradAtStack(loss_module, self._unpack, self._pack, self._part, [], {}, lambda _: frozenset(), ours)
         if len(self.optimizers) == 1:
             arguments = pytree.tree_map(lambda t: t[0], (weights, rows, buffers))
-            return Program(grad_at.evaluate_all, arguments, stacked=False, least_groups=least_groups)
+            return Program(grad_at.evaluate_all, arguments, stacked=False)
         together = torch.vmap(grad_at.evaluate_all, randomness="different")
-        return Program(together, (weights, rows, buffers), stacked=True, least_groups=least_groups)
+        return Program(together, (weights, rows, buffers), stacked=True)
 
     def _unpack(self, weights: list[Tensor]) -> dict[str, Tensor]:
         return {

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from bsam import batch_norm as bn
 from bsam.forward import map_tensors
 from bsam.gradients import LossFunction, LossModule, keys_of, reached_by, without_autocast
+from bsam.kernels import convolution
 from bsam.optim.probing import Prober, Slot, Tally
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ class GradAtStack:
         tensors: Its tensors, stacked.
         buffers: The buffers of the loss module by name, stacked.
         frozen: Names of the buffers that must not move, for each pass.
+        our_convolutions: On CUDA, run convolutions by `bsam.kernels`, which have one set of weights a sub-batch.
     """
 
     def __init__(
@@ -87,7 +90,9 @@ class GradAtStack:
         tensors: list[Tensor],
         buffers: dict[str, Tensor],
         frozen: Callable[[int], frozenset[str]],
+        our_convolutions: bool = True,
     ) -> None:
+        self._our_convolutions = our_convolutions
         self._loss_module, self._unpack, self._pack = loss_module, unpack, pack
         self._example, self._tensors, self._frozen = example, tensors, frozen
         self.evaluate: Evaluate = self.evaluate_all
@@ -126,7 +131,8 @@ class GradAtStack:
                 gradients = pullback(torch.ones_like(loss))
             return self._pack(gradients), loss, moved
 
-        found: tuple[list[Tensor], Tensor, dict[str, Tensor]] = _vmap(one)(weights, tensors, buffers)
+        with self._layers(tensors):
+            found: tuple[list[Tensor], Tensor, dict[str, Tensor]] = _vmap(one)(weights, tensors, buffers)
         return found
 
     def moments(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -150,13 +156,18 @@ class GradAtStack:
             mean, square = [g.mean(0) for g in gradients], [g.square().mean(0) for g in gradients]
             return self._pack(mean), self._pack(square), losses.mean()
 
-        means, squares, losses = _vmap(one)(list(weights), self._tensors)
+        with self._layers(self._tensors):
+            means, squares, losses = _vmap(one)(list(weights), self._tensors)
         self.losses.append(losses.detach())
         return [mean.detach() for mean in means], [square.detach() for square in squares]
 
     def per_split(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function of one sub-batch's tensors for those of all."""
         return _vmap(function)
+
+    def _layers(self, tensors: list[Tensor]) -> AbstractContextManager[Any]:
+        ours = self._our_convolutions and convolution.better_on(tensors[0].device)
+        return convolution.OurConvolutions() if ours else nullcontext()
 
     def _part(self, rows: list[Tensor]) -> tuple[Any, ...]:
         left = iter(rows)
@@ -279,6 +290,7 @@ def probe_stack(
     tensors: list[Tensor],
     buffers: dict[str, Tensor],
     evaluate: Evaluate | None = None,
+    our_convolutions: bool = True,
 ) -> tuple[list[Tensor], dict[str, list[Tensor]], dict[str, Tensor]]:
     """Mean losses of each pass and mean statistics over all sub-batches, and the buffers of the first.
 
@@ -293,6 +305,7 @@ def probe_stack(
         tensors: See `GradAtStack`.
         buffers: See `GradAtStack`.
         evaluate: What finds the gradients, if not `GradAtStack.evaluate_all`.
+        our_convolutions: See `GradAtStack`.
     """
     statistics_of_norms = frozenset(
         f"module.{name}.{buffer}"
@@ -305,7 +318,8 @@ def probe_stack(
     def frozen(pass_index: int) -> frozenset[str]:
         return frozenset() if bn.moves_statistics(policy, 0, pass_index) else statistics_of_norms
 
-    grad_at, tally = GradAtStack(loss_module, unpack, pack, example, tensors, buffers, frozen), StackTally()
+    grad_at = GradAtStack(loss_module, unpack, pack, example, tensors, buffers, frozen, our_convolutions)
+    tally = StackTally()
     if evaluate is not None:
         grad_at.evaluate = evaluate
     optimizer._probe(slots, theta, grad_at, tally)

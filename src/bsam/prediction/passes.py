@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.func import functional_call
 
 from bsam.batch_norm import recalibrate_batch_norm, running_statistics
 from bsam.forward import Forward, OutputModel, inputs_and_labels, map_tensors, moved
+from bsam.kernels import convolution
 from bsam.posterior.base import Posterior, clean_names, named_parameters
 from bsam.prediction.averages import Average
 
@@ -172,7 +174,9 @@ class Passes:
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="There is a performance drop")  # not in the user's hands
-            outputs: Tensor = torch.vmap(run)(stack)
+            ours = convolution.better_on(self._device) and _num_samples(stack) > 1
+            with convolution.OurConvolutions() if ours else nullcontext():
+                outputs: Tensor = torch.vmap(run)(stack)
         return outputs
 
     def _compiled(self, stack: dict[str, Tensor], inputs: Any) -> Tensor:

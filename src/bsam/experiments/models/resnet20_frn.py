@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bsam.engine.filter_response import normalise, normalise_backward
 from bsam.experiments.models.layers import HE, AppendZero, image_size, initialise
+from bsam.kernels.filter_response import normalise, normalise_backward
 
 __all__ = ["FilterResponseNorm", "resnet20_frn"]
 
 
 class _Normalise(torch.autograd.Function):
-    """z and r of `bsam.engine.filter_response`, with the derivative of z in closed form."""
+    """z and r of `bsam.kernels.filter_response`, with the derivative of z in closed form."""
 
     generate_vmap_rule = True
 

@@ -1,8 +1,8 @@
 """Convolutions with one set of weights a group, as implicit matrix products on tensor cores.
 
-Images lie pixel by pixel: (batch, height, width, groups x channels), so that a tile of pixels of one group is a matrix
-with short contiguous rows. A program takes one group, a tile of pixels and a tile of output channels, and adds up one
-small matrix product for some taps of the kernel and a block of input channels. With x, y and w of one group:
+Images lie pixel by pixel: (groups, examples, height, width, channels), so that a tile of pixels of one group is a
+contiguous matrix. A program takes one group, a tile of pixels and a tile of output channels, and adds up one small
+matrix product for some taps of the kernel and a block of input channels. With x, y and w of one group:
 
     forward   y[p, o]     =  sum over taps t, channels c of   x[p s + t - pad, c]       w[o, c, t]
     dgrad     dx[p, c]    =  sum over taps t, channels o of   dy[(p + pad - t) / s, o]   w[o, c, t]
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bsam.engine.convolution import power_of_2, weight_tiles
+from bsam.kernels.convolution import power_of_2, weight_tiles
 
 __all__ = ["gather_convolution", "sum_weight_gradient", "weight_gradient"]
 
@@ -27,7 +27,7 @@ __all__ = ["gather_convolution", "sum_weight_gradient", "weight_gradient"]
 @triton.jit  # type: ignore[untyped-decorator]
 def _gather_kernel(  # type: ignore[no-untyped-def]
     x, w, y, images, in_height, in_width, out_height, out_width,
-    IN: tl.constexpr, OUT: tl.constexpr, GROUPS: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, TRANSPOSED: tl.constexpr, TAPS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +35,10 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     # pixels of one remainder modulo the stride share them, and are computed together.
     CLASSES: tl.constexpr = STRIDE * STRIDE if TRANSPOSED else 1
     STEP: tl.constexpr = STRIDE if TRANSPOSED else 1
-    group = tl.program_id(1)
+    group = tl.program_id(1).to(tl.int64)
+    x += group * images * in_height * in_width * IN
+    y += group * images * out_height * out_width * OUT
+    w += group * (SIZE * SIZE * IN * OUT)
     kind = tl.program_id(0) % CLASSES
     kind_row, kind_column = kind // STEP, kind % STEP
     height, width = (out_height - kind_row + STEP - 1) // STEP, (out_width - kind_column + STEP - 1) // STEP
@@ -54,7 +57,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     else:
         row0, column0 = row * STRIDE - PAD, column * STRIDE - PAD
     row0, column0 = tl.where(here, row0, -SIZE - STRIDE), column0  # what is not here is far outside
-    from_x = x + (((image * in_height + row0) * in_width + column0) * (GROUPS * IN) + group * IN)[:, None]
+    from_x = x + (((image * in_height + row0) * in_width + column0) * IN)[:, None]
     SIGN: tl.constexpr = -1 if TRANSPOSED else 1
 
     # A turn takes TAPS taps and a block of channels: K = TAPS x BLOCK_IN terms of the sum.
@@ -71,18 +74,18 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
         i, j = row0[:, None] + SIGN * down, column0[:, None] + SIGN * across
         inside = (i >= 0) & (i < in_height) & (j >= 0) & (j < in_width)
         used = (tap < taps_down * taps_across) & (c < IN)[None, :]
-        at = SIGN * (down * in_width + across) * (GROUPS * IN) + c[None, :]
+        at = SIGN * (down * in_width + across) * IN + c[None, :]
         xs = tl.load(from_x + at, mask=inside & used, other=0.0)
         tap = turn // BLOCKS * TAPS
         if TAPS > 1:
             tap = tap + (k // BLOCK_IN)[:, None]
-        of = (group * SIZE + first_row + tap // taps_across * STEP) * SIZE + first_column + tap % taps_across * STEP
+        of = (first_row + tap // taps_across * STEP) * SIZE + first_column + tap % taps_across * STEP
         used = (tap < taps_down * taps_across) & (c < IN)[:, None] & (o < OUT)[None, :]
         # w is [of, inputs, outputs], whichever of the two are the channels of x.
         at = c[:, None] + o[None, :] * IN if TRANSPOSED else c[:, None] * OUT + o[None, :]
         ws = tl.load(w + of * (IN * OUT) + at, mask=used, other=0.0)
         total = tl.dot(xs, ws, total, input_precision=PRECISION)
-    to = ((image * out_height + row) * out_width + column) * (GROUPS * OUT) + group * OUT
+    to = ((image * out_height + row) * out_width + column) * OUT
     tl.store(y + to[:, None] + o[None, :], total.to(y.dtype.element_ty), mask=here[:, None] & (o[None, :] < OUT))
 
 
@@ -96,7 +99,9 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
     # A program takes TAPS taps, padded to WIDE, and a block of input and of output channels.
     TILES: tl.constexpr = SIZE * SIZE // TAPS
     BLOCKS: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
-    part, group, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part, group, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    x += group * (pixels // (out_width * out_height)) * in_height * in_width * IN
+    dy += group * pixels * OUT
     n = tl.arange(0, WIDE * BLOCK_IN)
     block = tile // TILES
     c = block % BLOCKS * BLOCK_IN + n % BLOCK_IN
@@ -105,7 +110,7 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
     tap = tile % TILES * TAPS + n // BLOCK_IN
     of_tap = tap[None, :] if TAPS > 1 else tile % TILES
     down, across = of_tap // SIZE, of_tap % SIZE
-    at = (down * in_width + across) * (GROUPS * IN) + (group * IN + c)[None, :]
+    at = (down * in_width + across) * IN + c[None, :]
     total = tl.zeros((BLOCK_OUT, WIDE * BLOCK_IN), dtype=tl.float32)
     end = tl.minimum(part * chunk + chunk, pixels)
     for first in range(part * chunk, end, BLOCK_P):
@@ -115,9 +120,9 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
         row0 = tl.where(here, row0, -SIZE)  # what is not here is outside
         i, j = row0[:, None] + down, column0[:, None] + across
         inside = (i >= 0) & (i < in_height) & (j >= 0) & (j < in_width) & used[None, :]
-        from_x = ((p // (out_width * out_height) * in_height + row0) * in_width + column0) * (GROUPS * IN)
+        from_x = ((p // (out_width * out_height) * in_height + row0) * in_width + column0) * IN
         xs = tl.load(x + from_x[:, None] + at, mask=inside, other=0.0)
-        of = dy + (p * (GROUPS * OUT) + group * OUT)[:, None] + o[None, :]
+        of = dy + (p * OUT)[:, None] + o[None, :]
         ds = tl.load(of, mask=here[:, None] & (o[None, :] < OUT), other=0.0)
         total = tl.dot(tl.trans(ds), xs, total, input_precision=PRECISION)
     of = ((part * GROUPS + group) * SIZE * SIZE + tap) * OUT
@@ -167,7 +172,7 @@ def gather_convolution(
     """Write the convolution of x with w into y, or with `transposed` its gradient with respect to the input.
 
     Args:
-        x: Images (batch, groups x channels, height, width), channels last in memory; with `transposed` the gradient.
+        x: Images (groups x examples, channels, height, width), channels last; with `transposed` the gradient.
         w: Weights (groups, size, size, inputs, outputs), contiguous.
         y: Where to write, channels last in memory.
         stride: Of the convolution.
@@ -177,7 +182,7 @@ def gather_convolution(
     """
     groups, size, _, *channels = w.shape
     num_in, num_out = reversed(channels) if transposed else channels
-    images, _, height, width = y.shape
+    images, height, width = y.shape[0] // groups, *y.shape[2:]
     classes = stride if transposed else 1
     pixels = images * triton.cdiv(height, classes) * triton.cdiv(width, classes)
     taps, block_p, block_in, block_out, warps, stages = gather_blocks(
@@ -187,7 +192,7 @@ def gather_convolution(
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _gather_kernel[grid](
             x, w, y, images, *x.shape[2:], height, width,
-            num_in, num_out, groups, size, stride, padding, transposed, taps, precision, block_p, block_in, block_out,
+            num_in, num_out, size, stride, padding, transposed, taps, precision, block_p, block_in, block_out,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
@@ -212,7 +217,7 @@ def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: 
         precision: Of products of float32: "tf32" or "ieee".
     """
     chunks, groups, size, _, num_out, num_in = dw.shape
-    pixels = dy.shape[0] * dy.shape[2] * dy.shape[3]
+    pixels = dy.shape[0] // groups * dy.shape[2] * dy.shape[3]
     taps, block_in, block_out, tiles = weight_tiles(num_in, num_out, size)
     block_p, warps, stages = weight_blocks(power_of_2(taps) * block_in, block_out, x.dtype.itemsize)
     chunk = triton.cdiv(triton.cdiv(pixels, chunks), block_p) * block_p

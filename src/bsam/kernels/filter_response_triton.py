@@ -1,4 +1,4 @@
-"""Filter response normalisation and its derivative as one kernel each; see `bsam.engine.filter_response`.
+"""Filter response normalisation and its derivative as one kernel each; see `bsam.kernels.filter_response`.
 
 A program takes some channels of one example.
 """
@@ -10,30 +10,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bsam.engine.convolution import power_of_2
-from bsam.engine.filter_response import Vectors
+from bsam.kernels.convolution import power_of_2
+from bsam.kernels.filter_response import Vectors
 
 __all__ = ["backward", "forward"]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _load_vector(start, stride, c, channels, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = start + c // GROUP * stride + c % GROUP
-    return tl.load(at, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+@triton.jit
+def _load_vector(start, offset, c, channels):  # type: ignore[no-untyped-def]
+    return tl.load(start + offset + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(  # type: ignore[no-untyped-def]
     x, bias, gamma, beta, tau, bias_stride, gamma_stride, beta_stride, tau_stride, skip, eps, z, r, pixels, channels,
-    GROUP: tl.constexpr, PIXEL_STRIDE: tl.constexpr, CHANNEL_STRIDE: tl.constexpr,
+    EXAMPLES: tl.constexpr, PIXEL_STRIDE: tl.constexpr, CHANNEL_STRIDE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
     # Reads x twice, the second time from the cache: so many programs fit that they hide each other's waiting.
     example = tl.program_id(0).to(tl.int64)
+    group = example // EXAMPLES
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = c < channels
     start = example * channels * pixels + c[None, :] * CHANNEL_STRIDE
-    shift = _load_vector(bias, bias_stride, c, channels, GROUP)
+    shift = _load_vector(bias, group * bias_stride, c, channels)
     squares = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for first in range(0, pixels, ROWS):
         p = first + tl.arange(0, ROWS)[:, None]
@@ -42,9 +42,9 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         squares += wide * wide
     root = tl.rsqrt(tl.sum(squares, 0) / pixels + eps)
     tl.store(r + example * channels + c, root, mask=here)
-    g = _load_vector(gamma, gamma_stride, c, channels, GROUP)
-    b = _load_vector(beta, beta_stride, c, channels, GROUP)
-    threshold = tl.broadcast_to(_load_vector(tau, tau_stride, c, channels, GROUP), (ROWS, BLOCK))
+    g = _load_vector(gamma, group * gamma_stride, c, channels)
+    b = _load_vector(beta, group * beta_stride, c, channels)
+    threshold = tl.broadcast_to(_load_vector(tau, group * tau_stride, c, channels), (ROWS, BLOCK))
     for first in range(0, pixels, ROWS):
         p = first + tl.arange(0, ROWS)[:, None]
         at, mask = start + p * PIXEL_STRIDE, (p < pixels) & here[None, :]
@@ -64,22 +64,23 @@ def _add(a, b, c, d, e, f, g, h):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward_kernel(  # type: ignore[no-untyped-def]
     dz, x, bias, gamma, beta, tau, bias_stride, gamma_stride, beta_stride, tau_stride, r, dx, sums, pixels, channels,
-    GROUP: tl.constexpr, PIXEL_STRIDE: tl.constexpr, CHANNEL_STRIDE: tl.constexpr,
+    EXAMPLES: tl.constexpr, PIXEL_STRIDE: tl.constexpr, CHANNEL_STRIDE: tl.constexpr,
     PIXELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Holds all pixels in registers.
     example = tl.program_id(0).to(tl.int64)
+    group = example // EXAMPLES
     p, c = tl.arange(0, PIXELS)[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = example * channels * pixels + p * PIXEL_STRIDE + c[None, :] * CHANNEL_STRIDE
     inside, here = p < pixels, c < channels
     mask = inside & here[None, :]
     outer = tl.load(dz + at, mask=mask, other=0.0).to(tl.float32)
     root = tl.load(r + example * channels + c, mask=here, other=0.0)[None, :]
-    wide = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) + _load_vector(bias, bias_stride, c, channels, GROUP)
+    wide = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) + _load_vector(bias, group * bias_stride, c, channels)
     v = tl.where(inside, wide * root, 0.0)
-    g = _load_vector(gamma, gamma_stride, c, channels, GROUP)
-    b = _load_vector(beta, beta_stride, c, channels, GROUP)
-    above = g * v + b - _load_vector(tau, tau_stride, c, channels, GROUP)
+    g = _load_vector(gamma, group * gamma_stride, c, channels)
+    b = _load_vector(beta, group * beta_stride, c, channels)
+    above = g * v + b - _load_vector(tau, group * tau_stride, c, channels)
     dy = outer * tl.where(above > 0, 1.0, tl.where(above == 0, 0.5, 0.0))
     of_dyv, of_dy, of_v, of_dz = tl.reduce((dy * v, dy, v, outer), 0, _add)
     inner = g * root * (dy - v * (of_dyv / pixels)[None, :])
@@ -95,18 +96,26 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 def forward(x: Tensor, vectors: Vectors, skip: Tensor | None, eps: float, z: Tensor, r: Tensor) -> None:
     """Write z, which has the strides of x and skip, and r."""
     pixels = x.shape[2] * x.shape[3]
-    rows = min(256, max(64, power_of_2(pixels) // 2))
-    grid, sizes = _sizes(x, vectors, rows, 32)
+    rows, block = min(256, max(64, power_of_2(pixels) // 2)), min(32, power_of_2(x.shape[1]))
+    grid, sizes = _sizes(x, vectors, rows, block)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _forward_kernel[grid](
-            x, *_rows(vectors), x if skip is None else skip, eps, z, r, *sizes, skip is not None, num_warps=rows // 32
+            x,
+            *_rows(vectors),
+            x if skip is None else skip,
+            eps,
+            z,
+            r,
+            *sizes,
+            skip is not None,
+            num_warps=max(1, rows * block // 1024),
         )
 
 
 def backward(dz: Tensor, x: Tensor, vectors: Vectors, r: Tensor, dx: Tensor, sums: Tensor) -> None:
     """Write dx, which has the strides of x and dz, and the sums over the pixels."""
     rows = power_of_2(x.shape[2] * x.shape[3])
-    block = min(32, max(8, 16384 // rows))
+    block = min(32, max(8, 16384 // rows), power_of_2(x.shape[1]))
     grid, sizes = _sizes(x, vectors, rows, block)
     warps = 16 if rows * block >= 16384 else 4 if rows * block >= 8192 else 2
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
@@ -124,4 +133,4 @@ def _sizes(x: Tensor, vectors: Vectors, rows: int, block: int) -> tuple[tuple[in
     pixels = height * width
     strides = (channels, 1) if x.is_contiguous(memory_format=torch.channels_last) else (1, pixels)
     grid = (examples, triton.cdiv(channels, block))
-    return grid, (pixels, channels, vectors[0].shape[1], *strides, rows, block)
+    return grid, (pixels, channels, examples // len(vectors[0]), *strides, rows, block)

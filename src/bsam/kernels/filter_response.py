@@ -13,8 +13,8 @@ and, with dy = dz where y > tau (half of it where they are equal),
 Few sums serve everything: that is what automatic differentiation does not see. All is computed in float32, or float64
 for such inputs.
 
-The two operators here are those formulas on the CPU and one kernel each on CUDA. Under vmap over the weights, the sets
-of weights lie side by side in the channels, as in a convolution with groups: bias, gamma, beta and tau are
+The two operators here are those formulas on the CPU and one kernel each on CUDA. Under vmap over the weights, images
+are (groups x examples, channels, height, width), as in `bsam.kernels.convolution`, and bias, gamma, beta and tau are
 (groups, channels).
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bsam.engine.convolution import better_on
+from bsam.kernels.convolution import better_on, joined
 
 __all__ = ["decompositions", "normalise", "normalise_backward"]
 
@@ -63,7 +63,7 @@ def normalise_backward(dz: Tensor, x: Tensor, vectors: Vectors, r: Tensor) -> tu
 
 
 def _forward(x: Tensor, vectors: Vectors, skip: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    bias, gamma, beta, tau = _spread(vectors)
+    bias, gamma, beta, tau = _spread(vectors, len(x))
     wide = _widened(x) + bias
     r = torch.rsqrt(wide.square().mean(dim=(-2, -1), keepdim=True) + eps)
     z = torch.maximum(gamma * (wide * r) + beta, tau)
@@ -72,7 +72,7 @@ def _forward(x: Tensor, vectors: Vectors, skip: Tensor | None, eps: float) -> tu
 
 def _backward(dz: Tensor, x: Tensor, vectors: Vectors, r: Tensor) -> tuple[Tensor, Tensor]:
     """dx, and the sums over the pixels of dbias, dgamma, dbeta and dtau: (examples, 4, channels)."""
-    bias, gamma, beta, tau = _spread(vectors)
+    bias, gamma, beta, tau = _spread(vectors, len(x))
     dz, v = _widened(dz), (_widened(x) + bias) * r
     above = gamma * v + beta - tau
     dy = dz * torch.where(above > 0, 1.0, torch.where(above == 0, 0.5, 0.0))
@@ -86,8 +86,11 @@ def _widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _spread(vectors: Vectors) -> Vectors:
-    bias, gamma, beta, tau = (t.reshape(-1, 1, 1) for t in vectors)
+def _spread(vectors: Vectors, examples: int) -> Vectors:
+    """(channels, 1, 1), or one for each example of the groups: (groups x examples, channels, 1, 1)."""
+    bias, gamma, beta, tau = (
+        (t if t.dim() == 1 else t.repeat_interleave(examples // len(t), 0))[..., None, None] for t in vectors
+    )
     return bias, gamma, beta, tau
 
 
@@ -145,7 +148,7 @@ def _(
 def _(
     x: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, tau: Tensor, skip: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    from bsam.engine.filter_response_triton import forward
+    from bsam.kernels.filter_response_triton import forward
 
     x = _flat(x)
     z, r = torch.empty_like(x), _empty_r(x)
@@ -167,12 +170,12 @@ def _laid_out_as(x: Tensor, t: Tensor) -> Tensor:
 def _(info: Any, dims: Any, x: Tensor, *rest: Any) -> Any:
     *vectors, skip, eps = rest
     z, r = torch.ops.bsam.filter_response(
-        _joined(x, dims[0], 1, info),
-        *(_joined(t, dim, 0, info) for t, dim in zip(vectors, dims[1:5], strict=True)),
-        None if skip is None else _joined(skip, dims[5], 1, info),
+        joined(x, dims[0], info.batch_size),
+        *(joined(t, dim, info.batch_size) for t, dim in zip(vectors, dims[1:5], strict=True)),
+        None if skip is None else joined(skip, dims[5], info.batch_size),
         eps,
     )
-    return tuple(t.unflatten(1, (info.batch_size, -1)) for t in (z, r)), (1, 1)
+    return tuple(t.unflatten(0, (info.batch_size, -1)) for t in (z, r)), (0, 0)
 
 
 @torch.library.custom_op("bsam::filter_response_backward", mutates_args=(), device_types="cpu")
@@ -194,7 +197,7 @@ def _(
 def _(
     dz: Tensor, x: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, tau: Tensor, r: Tensor
 ) -> tuple[Tensor, Tensor]:
-    from bsam.engine.filter_response_triton import backward
+    from bsam.kernels.filter_response_triton import backward
 
     x = _flat(x)
     dx, sums = torch.empty_like(x), _empty_sums(x)
@@ -208,18 +211,8 @@ def _empty_sums(x: Tensor) -> Tensor:
 
 
 @_filter_response_backward.register_vmap
-def _(info: Any, dims: Any, dz: Tensor, x: Tensor, *rest: Any) -> Any:
-    *vectors, r = rest
+def _(info: Any, dims: Any, *arguments: Tensor) -> Any:
     dx, sums = torch.ops.bsam.filter_response_backward(
-        _joined(dz, dims[0], 1, info),
-        _joined(x, dims[1], 1, info),
-        *(_joined(t, dim, 0, info) for t, dim in zip(vectors, dims[2:6], strict=True)),
-        _joined(r, dims[6], 1, info),
+        *(joined(t, dim, info.batch_size) for t, dim in zip(arguments, dims, strict=True))
     )
-    return (dx.unflatten(1, (info.batch_size, -1)), sums.unflatten(2, (info.batch_size, -1))), (1, 2)
-
-
-def _joined(t: Tensor, dim: int | None, to: int, info: Any) -> Tensor:
-    """The dimension of vmap in front of the dimension `to`, and joined with it."""
-    shape = (*t.shape[:to], info.batch_size, *t.shape[to:])
-    return (t.unsqueeze(to).expand(shape) if dim is None else t.movedim(dim, to)).flatten(to, to + 1)
+    return tuple(t.unflatten(0, (info.batch_size, -1)) for t in (dx, sums)), (0, 0)

@@ -5,9 +5,9 @@ import torch
 from torch.func import functional_call, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bsam.engine import filter_response
-from bsam.engine.filter_response import normalise, normalise_backward
 from bsam.experiments.models.resnet20_frn import FilterResponseNorm, resnet20_frn
+from bsam.kernels import filter_response
+from bsam.kernels.filter_response import normalise, normalise_backward
 
 ops = torch.ops.bsam
 EPS = 1e-6
@@ -15,22 +15,25 @@ LAYOUTS = [torch.contiguous_format, torch.channels_last]
 
 
 def literal(x, bias, gamma, beta, tau, skip):
-    """The layer as printed, for automatic differentiation."""
-    bias, gamma, beta, tau = (t.reshape(-1)[:, None, None] for t in (bias, gamma, beta, tau))
+    """The layer as printed, for automatic differentiation; vectors (groups, channels)."""
+    groups, shape = len(gamma), x.shape
+    bias, gamma, beta, tau = (t[:, None, :, None, None] for t in (bias, gamma, beta, tau))
+    x, skip = (t.reshape(groups, -1, *shape[1:]) for t in (x, skip))
     x = x + bias
-    nu2 = (x**2).mean((2, 3), keepdim=True)
-    return torch.maximum(gamma * x / torch.sqrt(nu2 + EPS) + beta, tau) + skip
+    nu2 = (x**2).mean((3, 4), keepdim=True)
+    return (torch.maximum(gamma * x / torch.sqrt(nu2 + EPS) + beta, tau) + skip).reshape(shape)
 
 
 def example(shape=(4, 6, 5, 7), groups=2, dtype=torch.float64, device="cpu"):
     """Inputs and what is added, vectors and a gradient; with the outputs and all gradients in float64."""
     generator = torch.Generator().manual_seed(0)
     x, skip, dz = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))
-    vectors = [torch.randn(groups, shape[1] // groups, generator=generator).to(device) for _ in range(4)]
+    vectors = [torch.randn(groups, shape[1], generator=generator).to(device) for _ in range(4)]
     leaves = [t.double().requires_grad_() for t in (x, *vectors)]
     z = literal(*leaves, skip.double())
-    tau = vectors[3].double().reshape(-1)[:, None, None]
-    at_the_threshold = (literal(*leaves[:4], tau - 1, 0) - tau).abs() < 1e-4  # rounding decides on which side
+    tau = vectors[3].double().repeat_interleave(len(x) // groups, 0)[:, :, None, None]
+    low, nothing = torch.full_like(leaves[4], -1e9), torch.zeros_like(leaves[0])
+    at_the_threshold = (literal(*leaves[:4], low, nothing) - tau).abs() < 1e-4  # rounding decides on which side
     dz = dz.masked_fill(at_the_threshold, 0)
     gradients = torch.autograd.grad(z, leaves, dz.double())
     return x, skip, vectors, dz, (z.detach(), *gradients)
@@ -39,7 +42,7 @@ def example(shape=(4, 6, 5, 7), groups=2, dtype=torch.float64, device="cpu"):
 def apply_ops(x, skip, vectors, dz):
     z, r = ops.filter_response(x, *vectors, skip, EPS)
     dx, sums = ops.filter_response_backward(dz, x, *vectors, r)
-    return z, dx, *(t.view_as(vectors[0]) for t in sums.sum(0))
+    return z, dx, *sums.unflatten(0, (len(vectors[0]), -1)).sum(1).unbind(1)
 
 
 def error(a, b):
@@ -47,7 +50,7 @@ def error(a, b):
 
 
 def test_formulas_are_autograds():
-    x, skip, vectors, dz, expected = example()
+    x, skip, vectors, dz, expected = example(groups=1)
     vectors = [t.double().flatten() for t in vectors]
     z, r = normalise(x, vectors, skip, EPS)
     dx, gradients = normalise_backward(dz, x, vectors, r)
@@ -57,7 +60,7 @@ def test_formulas_are_autograds():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_operators_are_the_formulas_with_groups_side_by_side(layout):
+def test_operators_are_the_formulas_with_groups_after_each_other(layout):
     x, skip, vectors, dz, expected = example()
     x, dz = (t.contiguous(memory_format=layout) for t in (x, dz))
     found = apply_ops(x, skip, vectors, dz)
@@ -131,14 +134,14 @@ def test_second_derivatives_go_through_the_formulas(monkeypatch):
 # ---------------------------------------------------------------------- kernels
 
 SHAPES = [
-    # examples, channels of all groups, height, width; groups
-    ((16, 128, 32, 32), 8),
-    ((16, 256, 16, 16), 8),
-    ((4, 512, 8, 8), 8),
+    # examples of all groups, channels, height, width; groups
+    ((128, 16, 32, 32), 8),
+    ((128, 32, 16, 16), 8),
+    ((32, 64, 8, 8), 8),
     ((2, 16, 64, 64), 1),
-    ((3, 15, 7, 9), 5),
+    ((15, 3, 7, 9), 5),
     ((5, 1, 2, 3), 1),
-    ((2, 33, 29, 31), 3),
+    ((6, 33, 29, 31), 3),
 ]
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
