@@ -12,6 +12,7 @@ from torch.fx.passes.split_module import split_module
 from bsam.engine.graphs import last_sums, merge_views
 from bsam.experiments.models.resnet20_frn import Block
 from bsam.kernels import convolution, filter_response
+from bsam.kernels.layers import OurLayers
 
 aten = torch.ops.aten
 
@@ -68,7 +69,7 @@ def gradients(monkeypatch):
             loss, pullback = vjp(lambda w: functional_call(block, w, (x,)).square().mean(), named)
             return torch.cat([g.flatten() for g in pullback(torch.ones_like(loss))[0].values()])
 
-        with convolution.OurConvolutions():
+        with OurLayers():
             return [torch.vmap(one)(x, values)]
 
     return function, (torch.randn(3, 2, 4, 8, 8), *weights.values())

@@ -13,6 +13,8 @@ from torch.optim import lr_scheduler
 import bsam
 from bsam import TrainStep
 from bsam.engine.methods import TorchStep
+from bsam.kernels import layers
+from bsam.kernels.convolution import Convolution
 from tests.networks import assert_close, make_batch, make_network, mean_loss
 from tests.optim.test_contract import assert_same
 
@@ -656,7 +658,7 @@ def test_an_unused_parameter_is_named_and_left_alone(name):
     assert_same(model.unused.state_dict(), before)
 
 
-# ---------------------------------------------------------------------- on a GPU
+# ---------------------------------------------------------------------- layers exchanged, as on a GPU
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -682,10 +684,10 @@ class Wide(nn.Module):
         return self.layers(x)
 
 
-def on_gpu(name, seed=0, dtype=torch.float32, **options):
+def on_gpu(name, seed=0, dtype=torch.float32, device="cuda", **options):
     run = Run(name, seed=seed)
     torch.manual_seed(seed)
-    run.model = Wide().cuda().to(dtype)
+    run.model = Wide().to(device, dtype)
     if name == "VOGN":
         run.model.layers[1] = nn.Identity()
     parameters = options.pop("params", nn.Module.parameters)(run.model)
@@ -694,10 +696,57 @@ def on_gpu(name, seed=0, dtype=torch.float32, **options):
     return run
 
 
-def gpu_batch(seed=0, size=16, dtype=torch.float32):
+def gpu_batch(seed=0, size=16, dtype=torch.float32, device="cuda"):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(size, 3, 8, 8, generator=generator, dtype=dtype)
-    return x.cuda(), torch.randint(4, (size,), generator=generator).cuda()
+    return x.to(device), torch.randint(4, (size,), generator=generator).to(device)
+
+
+@pytest.fixture
+def exchanged(monkeypatch):
+    """Layers are exchanged on the CPU too; lists the convolutions that are."""
+    seen = []
+    call = Convolution.__call__
+    monkeypatch.setattr(layers, "better_on", lambda device: True)
+    monkeypatch.setattr(Convolution, "__call__", lambda self: seen.append(self.w.shape) or call(self))
+    return seen
+
+
+@pytest.mark.parametrize("name", ["BSAM", "SAM-SGD", "VOGN"])
+def test_a_step_with_exchanged_layers_is_that_of_the_loop(name, exchanged):
+    run, plain = (on_gpu(name, device="cpu", **options) for options in ({}, {"vectorise": False}))
+    step = run.engine(gpu_batch(device="cpu"))
+    for k in range(2):
+        batch = gpu_batch(k, device="cpu")
+        exchanged.clear()
+        loss = step(*batch)
+        assert len(exchanged) >= 2
+        exchanged.clear()
+        assert_close(loss, plain.loop(*batch), tolerance=1e-5)
+        assert not exchanged
+    for ours, theirs in zip(run.model.state_dict().values(), plain.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_runs_together_with_exchanged_layers_are_each_alone(exchanged):
+    together, alone = ([on_gpu("BSAM", seed, device="cpu") for seed in range(2)] for _ in range(2))
+    batches = [gpu_batch(k, device="cpu") for k in range(2)]
+    losses = stacked(together, batches, compile=False)(*stack(batches))
+    for run, plain, loss, batch in zip(together, alone, losses, batches, strict=True):
+        assert_close(loss, plain.engine(batch)(*batch), tolerance=1e-5)
+        for ours, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_one_set_of_weights_is_left_to_cudnn_unless_asked(exchanged):
+    batch = gpu_batch(device="cpu")
+    for least_groups, expected in ((2, False), (1, True)):
+        exchanged.clear()
+        on_gpu("SGD", device="cpu").engine(batch, least_groups=least_groups)(*batch)
+        assert bool(exchanged) == expected
+
+
+# ---------------------------------------------------------------------- on a GPU
 
 
 @pytest.mark.gpu

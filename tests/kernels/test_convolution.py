@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch.func import functional_call, grad, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bsam.kernels.convolution import OurConvolutions, decompositions, power_of_2, weight_tiles
+from bsam.kernels.convolution import decompositions, power_of_2, weight_tiles
+from bsam.kernels.layers import OurLayers
 
 ops = torch.ops.bsam
 
@@ -128,7 +129,7 @@ def test_our_convolutions_give_torchs_numbers(shape, bias):
         return pull(loss, x, w, b) if bias else pull(lambda x, w: loss(x, w, None), x, w)
 
     stacks = [t.view(groups, -1, *t.shape[1:]) for t in (x, dy)]
-    with OurConvolutions():
+    with OurLayers():
         together = torch.vmap(gradients, in_dims=(0, 0, 0 if bias else None, 0))(stacks[0], w, b, stacks[1])
         alone = gradients(stacks[0][0], w[0], b[0] if bias else None, stacks[1][0])
     for ours, theirs in zip(together, (dx.view_as(stacks[0]), dw, dy.view_as(stacks[1]).sum((1, 3, 4))), strict=False):
@@ -156,7 +157,7 @@ def test_vmap_over_the_weights_of_a_network_becomes_our_operators():
         def one(weights, x, y):
             return pull(lambda weights: loss(weights, x, y), weights)[0]
 
-        with OurConvolutions():
+        with OurLayers():
             return torch.vmap(torch.vmap(one))(weights, x, y)
 
     graph = make_fx(gradients, decomposition_table=decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)(
@@ -185,7 +186,7 @@ def test_examples_of_their_own_share_the_weights():
         return pull(lambda w: F.conv2d(x[None], w, padding=1).square().sum(), w)[0]
 
     expected = torch.stack([gradient(each) for each in x])
-    with OurConvolutions():
+    with OurLayers():
         graph = make_fx(torch.vmap(gradient), tracing_mode="fake", _allow_non_fake_inputs=True)(x)
         torch.testing.assert_close(torch.vmap(gradient)(x), expected, rtol=1e-4, atol=1e-3)
     (convolution,) = (node for node in graph.graph.nodes if str(node.target) == "bsam.convolution.default")
@@ -199,7 +200,7 @@ def test_second_derivatives_are_torchs():
         return grad(lambda w: grad(lambda w: F.conv2d(x, w, padding=1).pow(3).sum())(w).square().sum())(w)
 
     expected = second(w)
-    with OurConvolutions():
+    with OurLayers():
         torch.testing.assert_close(second(w), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
@@ -207,7 +208,7 @@ def test_autocast_rounds_as_torchs_own():
     x, w, b = torch.randn(2, 8, 6, 6), torch.randn(8, 8, 3, 3), torch.randn(8)
     with torch.autocast("cpu", torch.bfloat16):
         theirs = F.conv2d(x, w, b)
-        with OurConvolutions():
+        with OurLayers():
             ours = F.conv2d(x, w, b)
     assert ours.dtype == theirs.dtype == torch.bfloat16
     torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=5e-2)
@@ -231,7 +232,7 @@ def test_autocast_rounds_as_torchs_own():
 )
 def test_other_convolutions_are_left_alone(make):
     x, w = torch.randn(2, 16, 8, 8), torch.randn(16, 16, 3, 3)
-    with OurConvolutions():
+    with OurLayers():
         graph = make_fx(lambda x, w: make(x, w), tracing_mode="fake")(x, w)
         assert torch.equal(make(x, w), graph(x, w))
     assert any(name.startswith("aten.conv") for name in targets(graph))

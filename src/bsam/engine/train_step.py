@@ -189,7 +189,7 @@ class TrainStep:
 
         self._fill(_tensors(self._example))
         self._send_rates()
-        self._our_convolutions = runs * self._splits >= least_groups
+        self._exchange_layers = runs * self._splits >= least_groups
         self._gradient = self._compile_gradient() if compile and not isinstance(method, VOGN) else None
         """Gradients at given weights: compiled by itself, because a step may ask for them twice."""
         flat, self._spec = pytree.tree_flatten(self._inputs())
@@ -281,7 +281,7 @@ class TrainStep:
         loss_module = LossModule(self.modules[0], self._loss_fns[0])
         losses, statistics, moved = probe_stack(
             method, slots, loss_module, self._unpack, self._pack, theta, self._part, cut, buffers, self._gradient,
-            self._our_convolutions,
+            self._exchange_layers,
         )  # fmt: skip
         finite = all_finite([*losses, *(t for tensors in statistics.values() for t in tensors)])
         clip_gradient(statistics["gradient"], method._option("max_grad_norm"))
@@ -310,7 +310,7 @@ class TrainStep:
         rows = [t.reshape(len(t), self._splits, -1, *t.shape[2:]) for t in self._batch]
         buffers = dict(zip(self._buffers, stack(self._buffers.values()), strict=True))
         loss_module = LossModule(self.modules[0], self._loss_fns[0])
-        ours = self._our_convolutions
+        ours = self._exchange_layers
         grad_at = GradAtStack(loss_module, self._unpack, self._pack, self._part, [], {}, lambda _: frozenset(), ours)
         if len(self.optimizers) == 1:
             arguments = pytree.tree_map(lambda t: t[0], (weights, rows, buffers))

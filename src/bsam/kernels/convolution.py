@@ -1,10 +1,9 @@
 """Convolutions with a set of weights for each group of examples, as torch operators: what vmap over weights asks for.
 
 torch turns such convolutions into one with `groups=`, whose groups lie side by side in the channels. cuDNN runs it
-group by group, or converts its layout. Inside of `OurConvolutions`, `conv2d` is three operators instead, with rules for
-vmap that put one group's examples after the other's: on CUDA each is one kernel (`bsam.kernels.convolution_triton`),
-on the CPU they are torch's own. Images (groups x examples, channels, height, width) are channels last in memory, before
-and after.
+group by group, or converts its layout. Here it is three operators instead, with rules for vmap that put one group's
+examples after the other's: on CUDA each is one kernel (`bsam.kernels.convolution_triton`), on the CPU they are torch's
+own. Images (groups x examples, channels, height, width) are channels last in memory, before and after.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
-from torch.overrides import TorchFunctionMode
 
-__all__ = ["OurConvolutions", "better_on", "decompositions", "joined"]
+__all__ = ["Convolution", "better_on", "decompositions", "joined"]
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -29,23 +27,8 @@ def better_on(device: torch.device) -> bool:
     return device.type == "cuda" and _HAS_TRITON
 
 
-class OurConvolutions(TorchFunctionMode):
-    """Inside of it, `torch.nn.functional.conv2d` runs as our operators, where they can do it."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
-    ) -> Any:
-        """Exchange convolutions, and leave the rest as it is."""
-        options = options or {}
-        if function is torch.conv2d:
-            given = _Arguments(*arguments, **options)
-            if given.fit:
-                return given.convolve()
-        return function(*arguments, **options)
-
-
-class _Arguments:
-    """Those of `conv2d`, after autocast."""
+class Convolution:
+    """The arguments of `torch.conv2d`, after autocast; called, it is the convolution by our operators."""
 
     def __init__(
         self,
@@ -67,7 +50,7 @@ class _Arguments:
             self.bias = None if bias is None else bias.to(short)
 
     @property
-    def fit(self) -> bool:
+    def fits(self) -> bool:
         """Whether our operators can do it."""
         return (
             self.groups == 1
@@ -80,7 +63,7 @@ class _Arguments:
             and self.x.dtype in (torch.float32, torch.bfloat16, torch.float16)
         )
 
-    def convolve(self) -> Tensor:
+    def __call__(self) -> Tensor:
         """The convolution."""
         tf32 = bool(torch.backends.cudnn.allow_tf32)  # torch's own setting for convolutions
         y: Tensor = _Convolve.apply(self.x, self.w, self.stride[0], self.padding[0], tf32)[0]  # type: ignore[no-untyped-call]

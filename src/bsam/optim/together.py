@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from bsam import batch_norm as bn
 from bsam.forward import map_tensors
 from bsam.gradients import LossFunction, LossModule, keys_of, reached_by, without_autocast
-from bsam.kernels import convolution
+from bsam.kernels.layers import our_layers
 from bsam.optim.probing import Prober, Slot, Tally
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class GradAtStack:
         tensors: Its tensors, stacked.
         buffers: The buffers of the loss module by name, stacked.
         frozen: Names of the buffers that must not move, for each pass.
-        our_convolutions: On CUDA, run convolutions by `bsam.kernels`, which have one set of weights a sub-batch.
+        exchange_layers: On CUDA, run convolutions and BatchNorm by `bsam.kernels`, made for sets of weights.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class GradAtStack:
         tensors: list[Tensor],
         buffers: dict[str, Tensor],
         frozen: Callable[[int], frozenset[str]],
-        our_convolutions: bool = True,
+        exchange_layers: bool = True,
     ) -> None:
-        self._our_convolutions = our_convolutions
+        self._our_layers = exchange_layers
         self._loss_module, self._unpack, self._pack = loss_module, unpack, pack
         self._example, self._tensors, self._frozen = example, tensors, frozen
         self.evaluate: Evaluate = self.evaluate_all
@@ -166,8 +166,7 @@ class GradAtStack:
         return _vmap(function)
 
     def _layers(self, tensors: list[Tensor]) -> AbstractContextManager[Any]:
-        ours = self._our_convolutions and convolution.better_on(tensors[0].device)
-        return convolution.OurConvolutions() if ours else nullcontext()
+        return our_layers(tensors[0].device) if self._our_layers else nullcontext()
 
     def _part(self, rows: list[Tensor]) -> tuple[Any, ...]:
         left = iter(rows)
@@ -290,7 +289,7 @@ def probe_stack(
     tensors: list[Tensor],
     buffers: dict[str, Tensor],
     evaluate: Evaluate | None = None,
-    our_convolutions: bool = True,
+    exchange_layers: bool = True,
 ) -> tuple[list[Tensor], dict[str, list[Tensor]], dict[str, Tensor]]:
     """Mean losses of each pass and mean statistics over all sub-batches, and the buffers of the first.
 
@@ -305,7 +304,7 @@ def probe_stack(
         tensors: See `GradAtStack`.
         buffers: See `GradAtStack`.
         evaluate: What finds the gradients, if not `GradAtStack.evaluate_all`.
-        our_convolutions: See `GradAtStack`.
+        exchange_layers: See `GradAtStack`.
     """
     statistics_of_norms = frozenset(
         f"module.{name}.{buffer}"
@@ -318,7 +317,7 @@ def probe_stack(
     def frozen(pass_index: int) -> frozenset[str]:
         return frozenset() if bn.moves_statistics(policy, 0, pass_index) else statistics_of_norms
 
-    grad_at = GradAtStack(loss_module, unpack, pack, example, tensors, buffers, frozen, our_convolutions)
+    grad_at = GradAtStack(loss_module, unpack, pack, example, tensors, buffers, frozen, exchange_layers)
     tally = StackTally()
     if evaluate is not None:
         grad_at.evaluate = evaluate

@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from bsam.batch_norm import recalibrate_batch_norm, running_statistics
 from bsam.forward import Forward, OutputModel, inputs_and_labels, map_tensors, moved
-from bsam.kernels import convolution
+from bsam.kernels.layers import our_layers
 from bsam.posterior.base import Posterior, clean_names, named_parameters
 from bsam.prediction.averages import Average
 
@@ -174,8 +174,7 @@ class Passes:
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="There is a performance drop")  # not in the user's hands
-            ours = convolution.better_on(self._device) and _num_samples(stack) > 1
-            with convolution.OurConvolutions() if ours else nullcontext():
+            with our_layers(self._device) if _num_samples(stack) > 1 else nullcontext():
                 outputs: Tensor = torch.vmap(run)(stack)
         return outputs
 
