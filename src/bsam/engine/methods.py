@@ -119,6 +119,8 @@ class TorchStep:
         self._base = optimizer.base_optimizer if isinstance(optimizer, SAM) else optimizer
         self._of_sam = isinstance(optimizer, SAM)
         self._unreached = unreached
+        self._seen: tuple[Any, Any] = (None, None)
+        self._times_loaded = 0
 
     def __call__(self, gradients: list[tuple[Tensor, Tensor]], refused: Tensor) -> None:
         """Step with the gradients of some parameters, unless `refused` is 1.
@@ -148,8 +150,10 @@ class TorchStep:
         hooks = (*base._optimizer_step_pre_hooks, *base._optimizer_step_post_hooks)  # run in Python, in every step
         if device.type != "cuda" or hooks or not self._fuse(device) or self._starts() or not base.state:
             return None
+        if self._seen[0] is not base.state or self._seen[1] is not base.param_groups:  # another state was loaded
+            self._seen, self._times_loaded = (base.state, base.param_groups), self._times_loaded + 1
         options = [tuple((k, v) for k, v in g.items() if k not in ("params", "lr")) for g in base.param_groups]
-        return id(base.state), id(base.param_groups), *options
+        return self._times_loaded, *options
 
     def state(self) -> list[Tensor]:
         """All that a step writes to."""
