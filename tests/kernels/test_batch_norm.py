@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -65,13 +64,30 @@ def test_sets_of_weights_under_vmap_are_each_alone():
                 torch.testing.assert_close(ours[name][k], value, rtol=1e-4, atol=1e-5)
 
 
-def test_evaluation_and_single_values_are_left_to_torch():
-    layer = nn.BatchNorm1d(3).double()
-    x = torch.randn(4, 3, dtype=torch.float64)
+@pytest.mark.parametrize("affine", [True, False])
+def test_evaluation_is_torchs(affine):
+    layer = nn.BatchNorm2d(3, affine=affine).double()
+    x = torch.randn(4, 3, 5, 5, dtype=torch.float64)
+    layer(x)
+    layer.eval()
+    expected = layer(x)
     with OurLayers():
-        assert torch.equal(layer.eval()(x), F.batch_norm(x, layer.running_mean, layer.running_var, *layer.parameters()))
-        with pytest.raises(ValueError, match="more than 1 value per channel"):
-            layer.train()(x[:1])
+        torch.testing.assert_close(layer(x), expected)
+        torch.testing.assert_close(torch.vmap(layer)(torch.stack([x, x + 1]))[0], expected)
+
+
+def test_without_statistics_the_batchs_own_are_used():
+    layer = nn.BatchNorm1d(3, track_running_stats=False).double().eval()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    expected = layer(x)
+    with OurLayers():
+        torch.testing.assert_close(layer(x), expected)
+
+
+def test_single_values_are_refused_as_by_torch():
+    layer, x = nn.BatchNorm1d(3), torch.randn(4, 3)
+    with OurLayers(), pytest.raises(ValueError, match="more than 1 value per channel"):
+        layer.train()(x[:1])
 
 
 def test_half_precision_is_computed_in_float32():

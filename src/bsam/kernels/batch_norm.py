@@ -1,7 +1,7 @@
-"""BatchNorm in training mode as plain formulas, with the derivative in closed form.
+"""BatchNorm as plain formulas, in training mode with the derivative in closed form.
 
 torch's own under vmap joins the sets of weights with the channels, which asks for conversions of layout all over a
-network. With means over the examples and pixels of one channel,
+network. In training mode, with means over the examples and pixels of one channel,
 
     m = mean(x),   r = 1 / sqrt(mean((x - m)^2) + eps),   v = (x - m) r,   y = gamma v + beta
 
@@ -30,10 +30,15 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """As `torch.nn.functional.batch_norm` with `training=True`: running statistics move in place."""
+    """As `torch.nn.functional.batch_norm`: running statistics move in place in training, and are used otherwise."""
     channels = x.shape[1]
     gamma = x.new_ones(channels, dtype=_wide(x)) if weight is None else weight
     beta = x.new_zeros(channels, dtype=_wide(x)) if bias is None else bias
+    if not training:
+        assert running_mean is not None
+        assert running_var is not None
+        scale = gamma * torch.rsqrt(running_var + eps)
+        return (_spread(scale, x) * x.to(_wide(x)) + _spread(beta - running_mean * scale, x)).to(x.dtype)
     y, mean, r = _Normalise.apply(x, gamma, beta, eps)  # type: ignore[no-untyped-call]
     if running_mean is not None and running_var is not None:
         count = x.numel() // channels

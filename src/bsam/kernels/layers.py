@@ -21,7 +21,7 @@ def our_layers(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class OurLayers(TorchFunctionMode):
-    """Inside of it, `conv2d` and `batch_norm` (in training mode) of torch are ours, where they can do it."""
+    """Inside of it, torch's `conv2d` and `batch_norm` are ours, where they can do it."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
@@ -32,6 +32,8 @@ class OurLayers(TorchFunctionMode):
             convolution = Convolution(*arguments, **options)
             if convolution.fits:
                 return convolution()
-        if function is F.batch_norm and options.get("training") and arguments[0].numel() > arguments[0].shape[1]:
-            return batch_norm(*arguments, **options)
+        if function is F.batch_norm:
+            x, running_mean, _ = arguments
+            if x.numel() > x.shape[1] if options["training"] else running_mean is not None:
+                return batch_norm(*arguments, **options)
         return function(*arguments, **options)
