@@ -56,7 +56,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
         row0, column0 = (row + PAD - first_row) // STRIDE, (column + PAD - first_column) // STRIDE
     else:
         row0, column0 = row * STRIDE - PAD, column * STRIDE - PAD
-    row0, column0 = tl.where(here, row0, -SIZE - STRIDE), column0  # what is not here is far outside
+    row0 = tl.where(here, row0, -SIZE)  # what is not here is outside
     from_x = x + (((image * in_height + row0) * in_width + column0) * IN)[:, None]
     SIGN: tl.constexpr = -1 if TRANSPOSED else 1
 
@@ -91,8 +91,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weight_kernel(  # type: ignore[no-untyped-def]
-    x, dy, dw, pixels, in_height, in_width, out_height, out_width, chunk,
-    IN: tl.constexpr, OUT: tl.constexpr, GROUPS: tl.constexpr,
+    x, dy, dw, groups, pixels, in_height, in_width, out_height, out_width, chunk,
+    IN: tl.constexpr, OUT: tl.constexpr,
     SIZE: tl.constexpr, TAPS: tl.constexpr, WIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +125,7 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
         of = dy + (p * OUT)[:, None] + o[None, :]
         ds = tl.load(of, mask=here[:, None] & (o[None, :] < OUT), other=0.0)
         total = tl.dot(tl.trans(ds), xs, total, input_precision=PRECISION)
-    of = ((part * GROUPS + group) * SIZE * SIZE + tap) * OUT
+    of = ((part * groups + group) * SIZE * SIZE + tap) * OUT
     tl.store(dw + (of[None, :] + o[:, None]) * IN + c[None, :], total, mask=(o[:, None] < OUT) & used[None, :])
 
 
@@ -223,8 +223,8 @@ def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: 
     chunk = triton.cdiv(triton.cdiv(pixels, chunks), block_p) * block_p
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _weight_kernel[(chunks, groups, tiles)](
-            x, dy, dw, pixels, *x.shape[2:], *dy.shape[2:], chunk,
-            num_in, num_out, groups, size, taps, power_of_2(taps), stride, padding, precision,
+            x, dy, dw, groups, pixels, *x.shape[2:], *dy.shape[2:], chunk,
+            num_in, num_out, size, taps, power_of_2(taps), stride, padding, precision,
             block_p, block_in, block_out,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
