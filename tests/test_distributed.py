@@ -90,7 +90,6 @@ def run_rank(rank, kind, policy, folder, sizes):
     start = sum(sizes[:rank])
     losses = train(kind, model, optimizer, slice(start, start + sizes[rank]))
     torch.save(result(model, optimizer, losses), f"{folder}/{rank}.pt")
-    del model, optimizer  # they hold the group, whose threads must have ended when the process does
     leave()
 
 
@@ -125,7 +124,6 @@ def run_poisoned_rank(rank, folder):
         bad = float("nan") if (rank, step) == (1, 1) else 1.0
         optimizer.step(lambda x, y, b=bad, m=model: nn.functional.cross_entropy(m(x), y) * b, *data(step))
     torch.save({"skipped": optimizer.skipped_steps, **model.state_dict()}, f"{folder}/{rank}.pt")
-    del model, optimizer
     leave()
 
 
