@@ -56,7 +56,7 @@ def example(shape, dtype=torch.float32, device="cpu"):
 
 
 def by_tap(w):
-    return w.permute(0, 3, 4, 2, 1).contiguous()
+    return w.permute(0, 3, 4, 1, 2).contiguous()
 
 
 def apply_ops(shape, x, w, dy, tf32=False):

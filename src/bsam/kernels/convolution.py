@@ -71,13 +71,13 @@ class Convolution:
 
 
 class _Convolve(torch.autograd.Function):
-    """A convolution, and its weights laid out tap by tap: (size, size, inputs, outputs)."""
+    """A convolution, and its weights laid out tap by tap: (size, size, outputs, inputs)."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, w: Tensor, stride: int, padding: int, tf32: bool) -> tuple[Tensor, Tensor]:
-        by_tap = w.permute(2, 3, 1, 0).contiguous()
+        by_tap = w.permute(2, 3, 0, 1).contiguous()
         return torch.ops.bsam.convolution(x, by_tap[None], stride, padding, tf32), by_tap
 
     @staticmethod
@@ -90,7 +90,7 @@ class _Convolve(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, by_tap = ctx.saved_tensors
         if torch.is_grad_enabled():  # of second derivatives, which the operators do not have
-            w, (stride, padding, _) = by_tap.permute(3, 2, 0, 1), ctx.options
+            w, (stride, padding, _) = by_tap.permute(2, 3, 0, 1), ctx.options
             pairs = [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1
             dx, dw, _ = torch.ops.aten.convolution_backward(dy, x, w, None, *pairs, [*ctx.needs_input_grad[:2], False])
             return dx, dw, None, None, None
@@ -160,12 +160,12 @@ def _to_groups(images: Tensor, groups: int) -> Tensor:
 
 def _empty_output(x: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
     height, width = ((size + 2 * padding - w.shape[1]) // stride + 1 for size in x.shape[2:])
-    return _empty_images(x, w.shape[4], height, width)
+    return _empty_images(x, w.shape[3], height, width)
 
 
 @torch.library.custom_op("bsam::convolution", mutates_args=(), device_types="cpu")
 def _convolution(x: Tensor, w: Tensor, stride: int, padding: int, tf32: bool) -> Tensor:
-    groups, w_aten = len(w), w.permute(0, 4, 3, 1, 2).flatten(0, 1)
+    groups, w_aten = len(w), w.permute(0, 3, 4, 1, 2).flatten(0, 1)
     y = F.conv2d(_of_groups(x, groups), w_aten, stride=stride, padding=padding, groups=groups)
     return _to_groups(y, groups)
 
@@ -191,8 +191,8 @@ def _(x: Tensor, w: Tensor, stride: int, padding: int, tf32: bool) -> Tensor:
 
 @torch.library.custom_op("bsam::convolution_input_gradient", mutates_args=(), device_types="cpu")
 def _input_gradient(dy: Tensor, w: Tensor, height: int, width: int, stride: int, padding: int, tf32: bool) -> Tensor:
-    groups, w_aten = len(w), w.permute(0, 4, 3, 1, 2).flatten(0, 1)
-    shape = (dy.shape[0] // groups, groups * w.shape[3], height, width)
+    groups, w_aten = len(w), w.permute(0, 3, 4, 1, 2).flatten(0, 1)
+    shape = (dy.shape[0] // groups, groups * w.shape[4], height, width)
     dx: Tensor = conv2d_input(  # type: ignore[no-untyped-call]
         shape, w_aten, _of_groups(dy, groups), stride=stride, padding=padding, groups=groups
     )
@@ -201,14 +201,14 @@ def _input_gradient(dy: Tensor, w: Tensor, height: int, width: int, stride: int,
 
 @_input_gradient.register_fake
 def _(dy: Tensor, w: Tensor, height: int, width: int, stride: int, padding: int, tf32: bool) -> Tensor:
-    return _empty_images(dy, w.shape[3], height, width)
+    return _empty_images(dy, w.shape[4], height, width)
 
 
 @_input_gradient.register_kernel("cuda")
 def _(dy: Tensor, w: Tensor, height: int, width: int, stride: int, padding: int, tf32: bool) -> Tensor:
     from bsam.kernels.convolution_triton import gather_convolution
 
-    dx = _empty_images(dy, w.shape[3], height, width)
+    dx = _empty_images(dy, w.shape[4], height, width)
     gather_convolution(
         _last(dy), w.contiguous(), dx, stride=stride, padding=padding, transposed=True, precision=_precision(tf32)
     )
@@ -272,7 +272,7 @@ def num_chunks(dy: Tensor, num_in: int, num_out: int, size: int, groups: int) ->
     """
     pixels = dy.shape[0] // groups * dy.shape[2] * dy.shape[3]
     *_, tiles = weight_tiles(num_in, num_out, size)
-    programs = 528 if groups >= 16 else 264
+    programs = 512 if groups >= 16 else 256
     return max(1, min(-(-programs // (groups * tiles)), -(-pixels // 128)))
 
 

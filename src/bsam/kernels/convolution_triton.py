@@ -81,8 +81,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
             tap = tap + (k // BLOCK_IN)[:, None]
         of = (first_row + tap // taps_across * STEP) * SIZE + first_column + tap % taps_across * STEP
         used = (tap < taps_down * taps_across) & (c < IN)[:, None] & (o < OUT)[None, :]
-        # w is [of, inputs, outputs], whichever of the two are the channels of x.
-        at = c[:, None] + o[None, :] * IN if TRANSPOSED else c[:, None] * OUT + o[None, :]
+        # w is [of, outputs, inputs], whichever of the two are the channels of x.
+        at = c[:, None] * OUT + o[None, :] if TRANSPOSED else c[:, None] + o[None, :] * IN
         ws = tl.load(w + of * (IN * OUT) + at, mask=used, other=0.0)
         total = tl.dot(xs, ws, total, input_precision=PRECISION)
     to = ((image * out_height + row) * out_width + column) * OUT
@@ -131,21 +131,15 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_kernel(  # type: ignore[no-untyped-def]
-    parts, dw, chunks, pairs, numel, TAPS: tl.constexpr, WIDE: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+    parts, dw, chunks, pairs, numel, TAPS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # Pairs of an output and an input channel of one group: read tap by tap, written pair by pair.
-    pair, tap = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
-    group = tl.program_id(1)
-    of_group = (group * TAPS + tap)[:, None] * pairs + pair[None, :]
-    used = (tap < TAPS)[:, None] & (pair < pairs)[None, :]
-    total = tl.zeros((WIDE, BLOCK), dtype=tl.float32)
-    for first in range(0, chunks, CHUNKS):
-        chunk = first + tl.arange(0, CHUNKS)[:, None, None]
-        at = parts + chunk.to(tl.int64) * numel + of_group[None, :, :]
-        total += tl.sum(tl.load(at, mask=(chunk < chunks) & used[None, :, :], other=0.0), 0)
-    to = (group * pairs + pair)[:, None] * TAPS + tap[None, :]
-    written = (pair < pairs)[:, None] & (tap < TAPS)[None, :]
-    tl.store(dw + to, tl.trans(total).to(dw.dtype.element_ty), mask=written)
+    # Pairs of an output and an input channel: read tap by tap, written pair by pair.
+    pair, chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHUNKS).to(tl.int64)
+    group, tap = tl.program_id(1).to(tl.int64) // TAPS, tl.program_id(1) % TAPS
+    at = chunk[:, None] * numel + (group * TAPS + tap) * pairs + pair[None, :]
+    mask = pair < pairs
+    total = tl.sum(tl.load(parts + at, mask=(chunk < chunks)[:, None] & mask[None, :], other=0.0), 0)
+    tl.store(dw + (group * pairs + pair) * TAPS + tap, total.to(dw.dtype.element_ty), mask=mask)
 
 
 def gather_blocks(num_in: int, num_out: int, size: int, all_taps: int) -> tuple[int, int, int, int, int, int]:
@@ -162,7 +156,7 @@ def gather_blocks(num_in: int, num_out: int, size: int, all_taps: int) -> tuple[
     taps = max(1, min((32 if block_in > 8 else 16) // block_in, power_of_2(size * size)))
     block_in = max(block_in, 16 // taps)
     turns = triton.cdiv(all_taps, taps) * triton.cdiv(num_in, block_in)
-    stages = 1 if turns <= 4 else 2 if taps > 1 else 3
+    stages = 1 if turns <= 5 else 2 if taps > 1 else 3
     return taps, 64 if block_out == 64 else 128, block_in, block_out, 8 if block_out >= 128 else 4, stages
 
 
@@ -173,7 +167,7 @@ def gather_convolution(
 
     Args:
         x: Images (groups x examples, channels, height, width), channels last; with `transposed` the gradient.
-        w: Weights (groups, size, size, inputs, outputs), contiguous.
+        w: Weights (groups, size, size, outputs, inputs), contiguous.
         y: Where to write, channels last in memory.
         stride: Of the convolution.
         padding: Of the convolution.
@@ -181,7 +175,7 @@ def gather_convolution(
         precision: Of products of float32: "tf32" or "ieee".
     """
     groups, size, _, *channels = w.shape
-    num_in, num_out = reversed(channels) if transposed else channels
+    num_in, num_out = channels if transposed else reversed(channels)
     images, height, width = y.shape[0] // groups, *y.shape[2:]
     classes = stride if transposed else 1
     pixels = images * triton.cdiv(height, classes) * triton.cdiv(width, classes)
@@ -238,10 +232,9 @@ def sum_weight_gradient(parts: Tensor, dw: Tensor) -> None:
         dw: (groups, outputs, inputs, size, size), contiguous.
     """
     chunks, groups, size, _, num_out, num_in = parts.shape
-    pairs, taps = num_out * num_in, size * size
-    wide, rows = power_of_2(taps), min(32, power_of_2(chunks))
-    block = max(16, 8192 // (wide * rows))
+    pairs, taps, rows = num_out * num_in, size * size, power_of_2(chunks)
+    block = max(16, 2048 // rows)
     with torch.cuda.device_of(parts):  # type: ignore[no-untyped-call]
-        _sum_kernel[(triton.cdiv(pairs, block), groups)](
-            parts, dw, chunks, pairs, parts[0].numel(), taps, wide, rows, block, num_warps=8
+        _sum_kernel[(triton.cdiv(pairs, block), groups * taps)](
+            parts, dw, chunks, pairs, parts[0].numel(), taps, rows, block, num_warps=4
         )
