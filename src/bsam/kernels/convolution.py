@@ -256,24 +256,19 @@ def power_of_2(number: int) -> int:
 def weight_tiles(num_in: int, num_out: int, size: int) -> tuple[int, int, int, int]:
     """Of the weight gradient: taps, input and output channels of one tile, and how many tiles there are.
 
-    A tile of few channels takes a row of taps or all of them at once: what is read of dy serves them all.
+    A tile of few channels takes a row of taps at once: what is read of dy serves them all.
     """
-    block_in, block_out = min(128, power_of_2(num_in)), min(128, max(16, power_of_2(num_out)))
-    choices = (size * size, size) if block_in >= 16 else (size,)
-    taps = next((n for n in choices if power_of_2(n) * block_in * block_out <= 4096), 1)
+    block_in, block_out = min(64, power_of_2(num_in)), min(128, max(16, power_of_2(num_out)))
+    taps = size if power_of_2(size) * block_in * block_out <= 4096 else 1
     block_in = max(block_in, 16 // power_of_2(taps))  # products have 16 columns at least
     return taps, block_in, block_out, size * size // taps * -(-num_in // block_in) * -(-num_out // block_out)
 
 
 def num_chunks(dy: Tensor, num_in: int, num_out: int, size: int, groups: int) -> int:
-    """Into how many parts a group's pixels are cut, of 128 at least: two programs a multiprocessor of a large GPU.
-
-    With many groups there are few parts, whose sums cost little: then four.
-    """
+    """Into how many parts a group's pixels are cut: enough to fill a large GPU, of 256 pixels at least."""
     pixels = dy.shape[0] // groups * dy.shape[2] * dy.shape[3]
     *_, tiles = weight_tiles(num_in, num_out, size)
-    programs = 512 if groups >= 16 else 256
-    return max(1, min(-(-programs // (groups * tiles)), -(-pixels // 128)))
+    return max(1, min(1024 // (groups * tiles), -(-pixels // 256)))
 
 
 # ------------------------------------------------------------------ rules for vmap

@@ -131,15 +131,21 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_kernel(  # type: ignore[no-untyped-def]
-    parts, dw, chunks, pairs, numel, TAPS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+    parts, dw, chunks, pairs, numel, TAPS: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # Pairs of an output and an input channel: read tap by tap, written pair by pair.
-    pair, chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHUNKS).to(tl.int64)
-    group, tap = tl.program_id(1).to(tl.int64) // TAPS, tl.program_id(1) % TAPS
-    at = chunk[:, None] * numel + (group * TAPS + tap) * pairs + pair[None, :]
-    mask = pair < pairs
-    total = tl.sum(tl.load(parts + at, mask=(chunk < chunks)[:, None] & mask[None, :], other=0.0), 0)
-    tl.store(dw + (group * pairs + pair) * TAPS + tap, total.to(dw.dtype.element_ty), mask=mask)
+    # Pairs of an output and an input channel of one group: read tap by tap, written pair by pair.
+    pair, tap = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
+    group = tl.program_id(1).to(tl.int64)
+    at = parts + (group * TAPS + tap)[:, None] * pairs + pair[None, :]
+    used = (tap < TAPS)[:, None] & (pair < pairs)[None, :]
+    total = tl.zeros((WIDE, BLOCK), dtype=tl.float32)
+    for chunk in range(0, chunks, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            total += tl.load(at + i * numel, mask=used & (chunk + i < chunks), other=0.0)
+        at += AT_ONCE * numel
+    to = (group * pairs + pair)[:, None] * TAPS + tap[None, :]
+    written = (pair < pairs)[:, None] & (tap < TAPS)[None, :]
+    tl.store(dw + to, tl.trans(total).to(dw.dtype.element_ty), mask=written)
 
 
 def gather_blocks(num_in: int, num_out: int, size: int, all_taps: int) -> tuple[int, int, int, int, int, int]:
@@ -193,10 +199,7 @@ def gather_convolution(
 
 def weight_blocks(columns: int, block_out: int, itemsize: int) -> tuple[int, int, int]:
     """Pixels of one tile, warps and pipeline stages."""
-    if block_out >= 64:
-        large = block_out * columns >= 128 * 128
-        return 128 // itemsize, 8 if large else 4, 3 if large else 2
-    return (128 // itemsize, 4, 2) if columns >= 256 else (256 // itemsize, 4, 1)
+    return (128 // itemsize, 4, 3) if block_out >= 64 else (256 // itemsize, 4, 1)
 
 
 def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: int, precision: str) -> None:
@@ -224,6 +227,11 @@ def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: 
         )  # fmt: skip
 
 
+def sum_blocks(pairs: int) -> tuple[int, int]:
+    """Pairs of channels of one tile, and warps."""
+    return (16, 4) if pairs < 4096 else (64, 4) if pairs < 32768 else (128, 4)
+
+
 def sum_weight_gradient(parts: Tensor, dw: Tensor) -> None:
     """Write the sum of the chunks into dw, in torch's order.
 
@@ -232,9 +240,10 @@ def sum_weight_gradient(parts: Tensor, dw: Tensor) -> None:
         dw: (groups, outputs, inputs, size, size), contiguous.
     """
     chunks, groups, size, _, num_out, num_in = parts.shape
-    pairs, taps, rows = num_out * num_in, size * size, power_of_2(chunks)
-    block = max(16, 2048 // rows)
+    pairs, taps = num_out * num_in, size * size
+    block, warps = sum_blocks(pairs)
     with torch.cuda.device_of(parts):  # type: ignore[no-untyped-call]
-        _sum_kernel[(triton.cdiv(pairs, block), groups * taps)](
-            parts, dw, chunks, pairs, parts[0].numel(), taps, rows, block, num_warps=4
-        )
+        _sum_kernel[(triton.cdiv(pairs, block), groups)](
+            parts, dw, chunks, pairs, parts[0].numel(), taps, power_of_2(taps), min(16, power_of_2(chunks)), block,
+            num_warps=warps,
+        )  # fmt: skip
