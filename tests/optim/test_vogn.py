@@ -168,6 +168,16 @@ def test_the_first_step_is_not_sampled_and_the_second_is():
     np.testing.assert_allclose(seen, [mean + sigma * flat_noise(problem.model)(1, 0)] * 3, rtol=1e-12)
 
 
+def test_the_noise_precision_gives_the_posterior_from_the_second_step_on():
+    problem = logistic()
+    optimizer = vogn(problem, damping=0.3)
+    assert all(optimizer._noise_precision(slot).isinf().all() for slot in optimizer._slots())
+    optimizer.step(problem.loss_fn, problem.x, problem.y)
+    for slot in optimizer._slots():
+        sigma = (optimizer.effective_num_data * optimizer._noise_precision(slot)).rsqrt()
+        torch.testing.assert_close(sigma, optimizer._posterior_std(slot))
+
+
 def test_a_skipped_first_step_was_no_first_step():
     problem, twin = logistic(), logistic()
     optimizer, other = vogn(problem, nonfinite="skip"), vogn(twin)

@@ -3,7 +3,7 @@
 The step of a method is its probe and its update, as in `optimizer.step`. Here they are run once on tensors that only
 record what is done with them: the probe under vmap over the splits (and the runs), on parameters packed into long
 buffers. What was recorded is compiled. There is no second copy of any formula but one: on CUDA the sampling of line 3
-of bSAM is a kernel of its own, because it keeps its noise in registers.
+of bSAM and VOGN is a kernel of its own, because it keeps its noise in registers.
 """
 
 from __future__ import annotations
@@ -360,14 +360,16 @@ class TrainStep:
 
     def _draw(self) -> None:
         """Put the weights of the first pass into their buffers."""
-        sampled = [pack for pack, is_sampled in zip(self._packs, self._sampled, strict=True) if is_sampled]
-        for i, (pack, theta) in enumerate(zip(sampled, self._theta, strict=True)):
-            method = self._gaussians[0]
-            if theta.device.type == "cuda" and theta.dtype == torch.float32 and not isinstance(method, VOGN):
+        places = [place for place, is_sampled in enumerate(self._sampled) if is_sampled]
+        for i, (place, theta) in enumerate(zip(places, self._theta, strict=True)):
+            pack = self._packs[place]
+            if theta.device.type == "cuda" and theta.dtype == torch.float32:
                 from bsam.engine.sampling_triton import sample_posterior
 
-                N = method.effective_num_data
-                s, steps = pack.state["unit_precision"], pack.state["step"]
+                method, index = self._gaussians[0], self._group_of[place]
+                group = self._group(method.param_groups[index], self._rates[index])
+                s = method._noise_precision(Slot(0, pack.weights, group, pack.weights, pack.state))
+                N, steps = method.effective_num_data, pack.state["step"]
                 sample_posterior(theta, pack.weights, s, self._tables[i], steps, self._seeds, N, 0)
                 continue
             for run, (own, slots) in enumerate(zip(self._gaussians, pack.runs, strict=True)):

@@ -196,6 +196,10 @@ class BSAM(GaussianOptimizer):
     def _posterior_std(self, slot: Slot) -> Tensor:
         return posterior_std(slot.state["unit_precision"], self.effective_num_data)
 
+    def _noise_precision(self, slot: Slot) -> Tensor:
+        s: Tensor = slot.state["unit_precision"]
+        return s
+
     def _kept(self, group: dict[str, Any]) -> Any:
         return group["betas"][1]
 

@@ -23,8 +23,8 @@ __all__ = ["GaussianOptimizer"]
 class GaussianOptimizer(ProbingOptimizer):
     """Base of the optimizers whose weights are the mean of a Gaussian.
 
-    A subclass gives `_probe` and `_update`, the width (`_posterior_std`) and how long its start lasts (`_kept`).
-    A group may say `sample=False`: it gets no noise, and its posterior is a point.
+    A subclass gives `_probe` and `_update`, the width (`_posterior_std`, `_noise_precision`) and how long its start
+    lasts (`_kept`). A group may say `sample=False`: it gets no noise, and its posterior is a point.
     """
 
     whole_options = (*ProbingOptimizer.whole_options, "num_data", "augmentation_factor", "seed")
@@ -38,6 +38,10 @@ class GaussianOptimizer(ProbingOptimizer):
 
     def _posterior_std(self, slot: Slot) -> Tensor:
         """The posterior's standard deviation."""
+        raise NotImplementedError
+
+    def _noise_precision(self, slot: Slot) -> Tensor:
+        """1 / (N sigma^2) for the noise of a step's first pass; infinite where it has none."""
         raise NotImplementedError
 
     def _kept(self, group: dict[str, Any]) -> Any:

@@ -220,6 +220,11 @@ class VOGN(GaussianOptimizer):
         rates = self._rates(slot.group)
         return posterior_std(slot.state["curvature"], self.effective_num_data, rates["delta"], rates["gamma"])
 
+    def _noise_precision(self, slot: Slot) -> Tensor:
+        rates = self._rates(slot.group)
+        s = slot.state["curvature"] + (rates["delta"] + rates["gamma"])
+        return torch.where(slot.state["step"] > 0, s, torch.inf)  # lines 1, 3
+
     def _theta(self, slot: Slot, split: int) -> Tensor:
         return torch.where(slot.state["step"] > 0, self._sample(slot, split), slot.mean)  # lines 1, 3
 
