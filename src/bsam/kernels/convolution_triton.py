@@ -26,7 +26,8 @@ __all__ = ["gather_convolution", "sum_weight_gradient", "weight_gradient"]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gather_kernel(  # type: ignore[no-untyped-def]
-    x, w, y, images, in_height, in_width, out_height, out_width,
+    x, w, y, images,
+    in_height: tl.constexpr, in_width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
     IN: tl.constexpr, OUT: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, TRANSPOSED: tl.constexpr, TAPS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
@@ -72,7 +73,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
             tap = tap + (k // BLOCK_IN)[None, :]
         down, across = tap // taps_across, tap % taps_across
         i, j = row0[:, None] + SIGN * down, column0[:, None] + SIGN * across
-        inside = (i >= 0) & (i < in_height) & (j >= 0) & (j < in_width)
+        inside = (i.to(tl.uint32) < in_height) & (j.to(tl.uint32) < in_width)  # what is negative is large
         used = (tap < taps_down * taps_across) & (c < IN)[None, :]
         at = SIGN * (down * in_width + across) * IN + c[None, :]
         xs = tl.load(from_x + at, mask=inside & used, other=0.0)
@@ -91,7 +92,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weight_kernel(  # type: ignore[no-untyped-def]
-    x, dy, dw, groups, pixels, in_height, in_width, out_height, out_width, chunk,
+    x, dy, dw, groups, pixels, chunk,
+    in_height: tl.constexpr, in_width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
     IN: tl.constexpr, OUT: tl.constexpr,
     SIZE: tl.constexpr, TAPS: tl.constexpr, WIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
@@ -119,7 +121,7 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
         row0, column0 = p // out_width % out_height * STRIDE - PAD, p % out_width * STRIDE - PAD
         row0 = tl.where(here, row0, -SIZE)  # what is not here is outside
         i, j = row0[:, None] + down, column0[:, None] + across
-        inside = (i >= 0) & (i < in_height) & (j >= 0) & (j < in_width) & used[None, :]
+        inside = (i.to(tl.uint32) < in_height) & (j.to(tl.uint32) < in_width) & used[None, :]
         from_x = ((p // (out_width * out_height) * in_height + row0) * in_width + column0) * IN
         xs = tl.load(x + from_x[:, None] + at, mask=inside, other=0.0)
         of = dy + (p * OUT)[:, None] + o[None, :]
@@ -159,11 +161,11 @@ def gather_blocks(num_in: int, num_out: int, size: int, all_taps: int) -> tuple[
     """
     block_in, block_out = min(64, power_of_2(num_in)), min(128, max(16, power_of_2(num_out)))
     # Several taps at once where there are few channels, or the matrix products would be too short.
-    taps = max(1, min((32 if block_in > 8 else 16) // block_in, power_of_2(size * size)))
+    taps = max(1, min(16 // block_in, power_of_2(size * size)))
     block_in = max(block_in, 16 // taps)
     turns = triton.cdiv(all_taps, taps) * triton.cdiv(num_in, block_in)
-    stages = 1 if turns <= 5 else 2 if taps > 1 else 3
-    return taps, 64 if block_out == 64 else 128, block_in, block_out, 8 if block_out >= 128 else 4, stages
+    block_p = {16: 256, 64: 64}.get(block_out, 128)
+    return taps, block_p, block_in, block_out, 8 if block_out >= 128 else 4, 1 if turns <= 4 else 3
 
 
 def gather_convolution(
@@ -220,7 +222,7 @@ def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: 
     chunk = triton.cdiv(triton.cdiv(pixels, chunks), block_p) * block_p
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _weight_kernel[(chunks, groups, tiles)](
-            x, dy, dw, groups, pixels, *x.shape[2:], *dy.shape[2:], chunk,
+            x, dy, dw, groups, pixels, chunk, *x.shape[2:], *dy.shape[2:],
             num_in, num_out, size, taps, power_of_2(taps), stride, padding, precision,
             block_p, block_in, block_out,
             num_warps=warps, num_stages=stages,

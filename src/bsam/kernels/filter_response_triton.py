@@ -21,9 +21,21 @@ def _load_vector(start, offset, c, channels):  # type: ignore[no-untyped-def]
     return tl.load(start + offset + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
 
 
+@triton.jit
+def _mask(p, c, pixels: tl.constexpr, channels: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    # Which elements of a tile there are: a constant if all.
+    mask = tl.full((ROWS, BLOCK), True, tl.int1)
+    if pixels % ROWS != 0:
+        mask &= p < pixels
+    if channels % BLOCK != 0:
+        mask &= c[None, :] < channels
+    return mask
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    x, bias, gamma, beta, tau, bias_stride, gamma_stride, beta_stride, tau_stride, skip, eps, z, r, pixels, channels,
+    x, bias, gamma, beta, tau, bias_stride, gamma_stride, beta_stride, tau_stride, skip, eps, z, r,
+    pixels: tl.constexpr, channels: tl.constexpr,
     EXAMPLES: tl.constexpr, PIXEL_STRIDE: tl.constexpr, CHANNEL_STRIDE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
@@ -37,8 +49,9 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     squares = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for first in range(0, pixels, ROWS):
         p = first + tl.arange(0, ROWS)[:, None]
-        wide = tl.load(x + start + p * PIXEL_STRIDE, mask=(p < pixels) & here[None, :], other=0.0).to(tl.float32)
-        wide = tl.where(p < pixels, wide + shift, 0.0)
+        mask = _mask(p, c, pixels, channels, ROWS, BLOCK)
+        wide = tl.load(x + start + p * PIXEL_STRIDE, mask=mask, other=0.0).to(tl.float32)
+        wide = tl.where(mask, wide + shift, 0.0)
         squares += wide * wide
     root = tl.rsqrt(tl.sum(squares, 0) / pixels + eps)
     tl.store(r + example * channels + c, root, mask=here)
@@ -47,7 +60,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     threshold = tl.broadcast_to(_load_vector(tau, group * tau_stride, c, channels), (ROWS, BLOCK))
     for first in range(0, pixels, ROWS):
         p = first + tl.arange(0, ROWS)[:, None]
-        at, mask = start + p * PIXEL_STRIDE, (p < pixels) & here[None, :]
+        at, mask = start + p * PIXEL_STRIDE, _mask(p, c, pixels, channels, ROWS, BLOCK)
         wide = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) + shift
         y = g * (wide * root[None, :]) + b
         top = tl.maximum(y, threshold, propagate_nan=tl.PropagateNan.ALL)
@@ -63,21 +76,21 @@ def _add(a, b, c, d, e, f, g, h):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    dz, x, bias, gamma, beta, tau, bias_stride, gamma_stride, beta_stride, tau_stride, r, dx, sums, pixels, channels,
+    dz, x, bias, gamma, beta, tau, bias_stride, gamma_stride, beta_stride, tau_stride, r, dx, sums,
+    pixels: tl.constexpr, channels: tl.constexpr,
     EXAMPLES: tl.constexpr, PIXEL_STRIDE: tl.constexpr, CHANNEL_STRIDE: tl.constexpr,
-    PIXELS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Holds all pixels in registers.
     example = tl.program_id(0).to(tl.int64)
     group = example // EXAMPLES
-    p, c = tl.arange(0, PIXELS)[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    p, c = tl.arange(0, ROWS)[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = example * channels * pixels + p * PIXEL_STRIDE + c[None, :] * CHANNEL_STRIDE
-    inside, here = p < pixels, c < channels
-    mask = inside & here[None, :]
+    mask, here = _mask(p, c, pixels, channels, ROWS, BLOCK), c < channels
     outer = tl.load(dz + at, mask=mask, other=0.0).to(tl.float32)
     root = tl.load(r + example * channels + c, mask=here, other=0.0)[None, :]
     wide = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) + _load_vector(bias, group * bias_stride, c, channels)
-    v = tl.where(inside, wide * root, 0.0)
+    v = tl.where(mask, wide * root, 0.0)
     g = _load_vector(gamma, group * gamma_stride, c, channels)
     b = _load_vector(beta, group * beta_stride, c, channels)
     above = g * v + b - _load_vector(tau, group * tau_stride, c, channels)
