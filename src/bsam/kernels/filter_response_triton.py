@@ -21,8 +21,10 @@ def _load_vector(start, offset, c, channels):  # type: ignore[no-untyped-def]
     return tl.load(start + offset + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
 
 
-@triton.jit
-def _mask(p, c, pixels: tl.constexpr, channels: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]
+def _mask(  # type: ignore[no-untyped-def]
+    p, c, pixels: tl.constexpr, channels: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     # Which elements of a tile there are: a constant if all.
     mask = tl.full((ROWS, BLOCK), True, tl.int1)
     if pixels % ROWS != 0:
