@@ -1,6 +1,7 @@
 """Rows of ours: beside the paper's, never among its numbers, with settings that are said."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,10 +36,18 @@ def test_they_come_last_in_their_block_and_the_papers_rows_are_as_before():
 def test_they_are_run_as_the_others_of_their_block(name):
     config, row = preset(name), beyond()[name]
     paper = preset(f"{row.table}/{row.block}/bsam")
-    for field in ("dataset", "model", "epochs", "batch_size", "augment", "drop_last", "validation", "num_samples"):
+    for field in ("model", "batch_size", "augment", "drop_last", "validation", "num_samples"):
         assert getattr(config, field) == getattr(paper, field), field
+    assert config.epochs + config.swag_epochs == paper.epochs
+    assert config.dataset.removesuffix("-standardised") == paper.dataset
     assert name.startswith("here/")
     assert preset_title(name).startswith("Not in the paper: ")
+
+
+@pytest.mark.parametrize("method", ["sgd", "sam-sgd", "swag", "adam", "sam-adam", "bsam"])
+def test_standardised_rows_differ_from_the_papers_in_their_pixels_only(method):
+    paper = preset(f"table6/mnist/{method}")
+    assert preset(f"here/mnist/{method}-standardised") == replace(paper, dataset="mnist-standardised")
 
 
 def test_ivon_has_the_published_settings():

@@ -132,6 +132,7 @@ def _read_moons(info: DatasetInfo, folder: Path) -> tuple[Arrays, Arrays]:
 READERS: dict[str, Callable[[DatasetInfo, Path], tuple[Arrays, Arrays]]] = {
     "mnist": read_mnist,
     "fashionmnist": read_mnist,
+    "mnist-standardised": read_mnist,
     "cifar10": read_cifar,
     "cifar100": read_cifar,
     "tinyimagenet": read_tiny_imagenet,
