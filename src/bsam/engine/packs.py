@@ -20,7 +20,7 @@ __all__ = ["Pack", "make_packs"]
 
 ALIGNMENT = 4
 """Parameters begin at multiples of so many elements, for wide loads."""
-LARGE = 2**17
+LARGE = 2**21
 """From so many elements on a parameter is a pack of its own: it fills the device alone."""
 
 

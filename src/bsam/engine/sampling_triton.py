@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bsam.noise_cuda import four_normals
+
 __all__ = ["BLOCK", "block_table", "sample_posterior"]
 
 QUADS = 256
@@ -25,15 +27,13 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
     block, split, run = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     entry = table + block * 5
     parameter, place = tl.load(entry).to(tl.int32), tl.load(entry + 1)
-    flat, local, size = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+    # Parameters begin and packs end at multiples of four: loads and stores are of four, what fills up included.
+    flat, local = tl.multiple_of(tl.load(entry + 2), 4), tl.multiple_of(tl.load(entry + 3), 4)
+    size = tl.multiple_of((tl.load(entry + 4) + 3) // 4 * 4, 4)
+    numel = tl.multiple_of(numel, 4)
     step = tl.load(steps + run * num_parameters + place).to(tl.int32)
     quad = (local // 4).to(tl.int32) + tl.arange(0, QUADS)
-    zero = tl.zeros_like(quad)
-    a, b, c, d = tl.philox(tl.load(seeds + run), quad, zero + step, zero + first_split + split, zero + parameter)
-    u1, u2 = tl.uint_to_uniform_float(a), tl.uint_to_uniform_float(b)
-    u3, u4 = tl.uint_to_uniform_float(c), tl.uint_to_uniform_float(d)
-    z1, z2 = tl.pair_uniform_to_normal(u1, u2)
-    z3, z4 = tl.pair_uniform_to_normal(u3, u4)
+    z1, z2, z3, z4 = four_normals(tl.load(seeds + run), quad, step, first_split + split, parameter)
     z = tl.interleave(tl.interleave(z1, z3), tl.interleave(z2, z4))
     i = tl.arange(0, 4 * QUADS)
     mask = local + i < size
