@@ -31,6 +31,15 @@ def test_a_new_record_makes_a_page_stale(tmp_path):
     assert "--block fashionmnist" in new
 
 
+def test_a_block_in_short_has_what_is_recorded(tmp_path):
+    for seed in range(5):
+        write_record(tmp_path / "runs", "table6/mnist/bsam", seed, accuracy=0.9878 + seed / 1e4)
+    (row,) = render("table6/mnist", tmp_path).splitlines()[2:]
+    assert row.startswith("| bSAM | **98.80 (0.02)**<br>*98.78 (0.06)* |")
+    with pytest.raises(ValueError, match="table6 has no block 'digits': there are mnist, fashionmnist"):
+        render("table6/digits", tmp_path)
+
+
 def test_studies_say_their_scale(tmp_path):
     metrics = {metric: [[0.5, None]] for metric in ("accuracy", "nll", "ece", "auroc")}
     series = [{"label": "bSAM", "x": [0.1], "metrics": metrics}]

@@ -5,7 +5,8 @@ A cell *matches* if |ours - paper's| <= 2 sqrt(sd_ours^2 + sd_paper^2), and is b
 seed, which has no standard deviation, is always reduced. On the tiny scale the data are others, and there is no
 difference to speak of.
 
-A row of ours that the paper does not have is marked as such, and has no difference.
+A row of ours that the paper does not have is marked as such, and has no difference, unless it stands beside one of the
+paper's.
 
 The best of a block are those that a Welch test does not tell from the best mean at 5%. A single seed cannot be tested
 and is never among them; rows of different scales are not compared.

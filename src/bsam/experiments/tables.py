@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bsam.experiments import demo
 from bsam.experiments.comparison import TABLES, compare
-from bsam.experiments.reproduce.show import comparison_markdown, study_markdown, tuning_markdown
+from bsam.experiments.reproduce.show import block_markdown, comparison_markdown, study_markdown, tuning_markdown
 
 __all__ = ["pages", "render", "rewrite"]
 
@@ -32,11 +32,18 @@ def render(name: str, results: Path) -> str:
     """A table in Markdown.
 
     Args:
-        name: demo, table1 to table6, sweep_rho, ablate_ with what is ablated, or tuning_ with what is tuned.
+        name: demo, table1 to table6, one block of them in short like table1/cifar10, sweep_rho, ablate_ with what is
+            ablated, or tuning_ with what is tuned.
         results: The folder of the records.
     """
     if name in TABLES:
         return comparison_markdown(compare(name, results / "runs"))
+    table, _, block = name.partition("/")
+    if table in TABLES:
+        found = {each.name: each for each in compare(table, results / "runs").blocks}
+        if block not in found:
+            raise ValueError(f"{table} has no block {block!r}: there are {', '.join(found)}.")
+        return block_markdown(found[block])
     if name == "demo":
         return demo.markdown(json.loads((results / "demo.json").read_text()))
     if name in (*_STUDIES, *_TUNINGS):

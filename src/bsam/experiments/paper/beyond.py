@@ -38,6 +38,8 @@ class Beyond:
     label: str
     about: str
     """Where its settings are from."""
+    like: str | None
+    """The label of the paper's row whose numbers it stands beside."""
 
 
 def contents() -> dict[str, dict[str, Any]]:
@@ -49,7 +51,7 @@ def contents() -> dict[str, dict[str, Any]]:
 def beyond() -> dict[str, Beyond]:
     """Our rows, by preset; one without settings is still to be tuned, and left out."""
     return {
-        name: Beyond(name, row["table"], row["block"], row["label"], row["about"])
+        name: Beyond(name, row["table"], row["block"], row["label"], row["about"], row.get("like"))
         for name, row in contents().items()
         if "table" in row and "settings" in row
     }
@@ -65,8 +67,9 @@ def all_tables() -> dict[str, PaperTable]:
 
 
 def _extended(table: str, block: PaperBlock) -> PaperBlock:
+    printed = {row.label: row.cells for row in block.rows}
     ours = [
-        PaperRow(row.label, row.preset, PAPER_SAMPLES, (None,) * len(METRICS))
+        PaperRow(row.label, row.preset, PAPER_SAMPLES, printed[row.like] if row.like else (None,) * len(METRICS))
         for row in beyond().values()
         if (row.table, row.block) == (table, block.name)
     ]
@@ -76,6 +79,10 @@ def _extended(table: str, block: PaperBlock) -> PaperBlock:
 def settings_line(name: str) -> str:
     """A row of ours in a sentence: where its settings are from, and those that not all of its block have."""
     row, config, changed = beyond()[name], preset(name), contents()[name]["settings"]
+    if row.like:
+        return (
+            f"Rows with “{row.label.rpartition(', ')[2]}” are ours, beside the paper's numbers: settings {row.about}."
+        )
     shown = [
         f"{field} = {getattr(config, field)}"
         for field, info in FIELDS.items()

@@ -15,6 +15,7 @@ from bsam.experiments.paper.beyond import settings_line
 __all__ = [
     "BEST_NOTE",
     "TITLES",
+    "block_markdown",
     "block_table",
     "comparison_markdown",
     "number",
@@ -50,7 +51,8 @@ def scale_notes(block: Block) -> list[str]:
 
 def settings_notes(block: Block) -> list[str]:
     """The settings of rows that are ours; on the tiny scale they are others."""
-    return [settings_line(row.preset) for row in block.rows if row.ours and row.preset and row.scale != "tiny"]
+    lines = [settings_line(row.preset) for row in block.rows if row.ours and row.preset and row.scale != "tiny"]
+    return list(dict.fromkeys(lines))  # rows of one kind have the same
 
 
 def number(metric: str, mean: float | None, sd: float | None) -> str:
@@ -168,6 +170,17 @@ def comparison_markdown(comparison: Comparison) -> str:
         parts.append("\n".join(lines))
         parts += scale_notes(block) + settings_notes(block)
     return "\n\n".join(parts)
+
+
+def block_markdown(block: Block) -> str:
+    """What is recorded of one block in short: in each cell ours, and the paper's."""
+    lines = [f"| method | {' | '.join(TITLES.values())} |", f"|---{'|---' * len(TITLES)}|"]
+    for row in block.rows:
+        if row.seeds and row.scale == "full":
+            cells = [(*_lines(cell)[:2], cell.best) for cell in row.cells]
+            shown = [f"{f'**{ours}**' if best else ours}<br>*{printed}*" for ours, printed, best in cells]
+            lines.append(f"| {row.label} | {' | '.join(shown)} |")
+    return "\n".join(lines)
 
 
 def _markdown(cell: Cell) -> str:
