@@ -57,9 +57,13 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
         row0, column0 = (row + PAD - first_row) // STRIDE, (column + PAD - first_column) // STRIDE
     else:
         row0, column0 = row * STRIDE - PAD, column * STRIDE - PAD
-    row0 = tl.where(here, row0, -SIZE)  # what is not here is outside
-    from_x = x + (((image * in_height + row0) * in_width + column0) * IN)[:, None]
     SIGN: tl.constexpr = -1 if TRANSPOSED else 1
+    if STRIDE == 1 and in_height == out_height and in_width == out_width:
+        origin = p - SIGN * PAD * (in_width + 1)  # the same, without rows and columns
+    else:
+        origin = (image * in_height + row0) * in_width + column0
+    from_x = x + (origin * IN)[:, None]
+    row0 = tl.where(here, row0, -SIZE)  # what is not here is outside
 
     # A turn takes TAPS taps and a block of channels: K = TAPS x BLOCK_IN terms of the sum.
     o = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -86,7 +90,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
         at = c[:, None] * OUT + o[None, :] if TRANSPOSED else c[:, None] + o[None, :] * IN
         ws = tl.load(w + of * (IN * OUT) + at, mask=used, other=0.0)
         total = tl.dot(xs, ws, total, input_precision=PRECISION)
-    to = ((image * out_height + row) * out_width + column) * OUT
+    to = (p if CLASSES == 1 else (image * out_height + row) * out_width + column) * OUT
     tl.store(y + to[:, None] + o[None, :], total.to(y.dtype.element_ty), mask=here[:, None] & (o[None, :] < OUT))
 
 
@@ -119,11 +123,14 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
         p = first + tl.arange(0, BLOCK_P)
         here = p < end
         row0, column0 = p // out_width % out_height * STRIDE - PAD, p % out_width * STRIDE - PAD
+        if STRIDE == 1 and in_height == out_height and in_width == out_width:
+            origin = p - PAD * (in_width + 1)  # the same, without rows and columns
+        else:
+            origin = (p // (out_width * out_height) * in_height + row0) * in_width + column0
         row0 = tl.where(here, row0, -SIZE)  # what is not here is outside
         i, j = row0[:, None] + down, column0[:, None] + across
         inside = (i.to(tl.uint32) < in_height) & (j.to(tl.uint32) < in_width) & used[None, :]
-        from_x = ((p // (out_width * out_height) * in_height + row0) * in_width + column0) * IN
-        xs = tl.load(x + from_x[:, None] + at, mask=inside, other=0.0)
+        xs = tl.load(x + (origin * IN)[:, None] + at, mask=inside, other=0.0)
         of = dy + (p * OUT)[:, None] + o[None, :]
         ds = tl.load(of, mask=here[:, None] & (o[None, :] < OUT), other=0.0)
         total = tl.dot(tl.trans(ds), xs, total, input_precision=PRECISION)
@@ -165,7 +172,9 @@ def gather_blocks(num_in: int, num_out: int, size: int, all_taps: int) -> tuple[
     block_in = max(block_in, 16 // taps)
     turns = triton.cdiv(all_taps, taps) * triton.cdiv(num_in, block_in)
     block_p = {16: 256, 64: 64}.get(block_out, 128)
-    return taps, block_p, block_in, block_out, 8 if block_out >= 128 else 4, 1 if turns <= 4 else 3
+    # A pipeline's copies go around the L1 cache: where there are few channels, taps that find their pixels in it are quicker.
+    stages = 1 if turns <= 4 or block_in <= 16 else 3
+    return taps, block_p, block_in, block_out, 8 if block_out >= 128 else 4, stages
 
 
 def gather_convolution(
