@@ -172,7 +172,7 @@ def gather_blocks(num_in: int, num_out: int, size: int, all_taps: int) -> tuple[
     block_in = max(block_in, 16 // taps)
     turns = triton.cdiv(all_taps, taps) * triton.cdiv(num_in, block_in)
     block_p = {16: 256, 64: 64}.get(block_out, 128)
-    # A pipeline's copies go around the L1 cache: where there are few channels, taps that find their pixels in it are quicker.
+    # Copies of a pipeline go around the L1 cache. With few channels it is better if taps find their pixels there.
     stages = 1 if turns <= 4 or block_in <= 16 else 3
     return taps, block_p, block_in, block_out, 8 if block_out >= 128 else 4, stages
 
