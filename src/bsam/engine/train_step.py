@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from bsam.engine import checks
 from bsam.engine.methods import Method, TorchStep, method_of
 from bsam.engine.packs import LARGE, Pack, make_packs
 from bsam.engine.watch import Watch
 from bsam.forward import map_tensors
-from bsam.gradients import LossFunction, LossModule, keys_of, reached_by
+from bsam.gradients import LossFunction, LossModule, keys_of
 from bsam.optim.base import all_finite, clip_gradient
 from bsam.optim.batch import split_batch
 from bsam.optim.gaussian import GaussianOptimizer
@@ -36,11 +37,6 @@ __all__ = ["TrainStep"]
 
 RATES = ("lr", "prior_precision", "damping", "rho")
 """Options of a group that may change from step to step; they are read from the device, with the two betas."""
-FIXED = (
-    "splits", "nonfinite", "max_grad_norm", "batch_norm", "num_data", "augmentation_factor", "seed", "curvature",
-    "sample_noise", "statistics", "sample", "perturb",
-)  # fmt: skip
-"""Options that are compiled in."""
 
 
 class TrainStep:
@@ -108,11 +104,12 @@ class TrainStep:
         method = self._methods[0]
         if method.process_group is not None:
             raise ValueError("process_group= goes with optimizer.step: TrainStep trains on one device.")
-        self._check_alike()
+        checks.alike(self._methods)
 
         runs = len(self.optimizers)
         self._example = tuple(example_batch) if self._stacked else map_tensors(lambda t: t[None], tuple(example_batch))
-        self._check_runs(self._example)
+        if self._stacked:
+            checks.rows_of_runs(self._example, runs)
         self._shapes = _signature(self._example)
         first = map_tensors(lambda t: t[0], self._example)
         self._splits = method._option("splits")
@@ -126,8 +123,8 @@ class TrainStep:
         self._part = parts[0][0]
         slots = [each._slots() for each in self._methods]
         keys = [keys_of(m, [slot.parameter for slot in own]) for m, own in zip(self.modules, slots, strict=True)]
-        self._check_architectures(keys, slots)
-        reached = self._reached(slots)
+        checks.one_architecture(self.modules, keys, slots)
+        reached = checks.reached(self.modules, slots, self._loss_fns, self._part)
 
         # All is known to be good: from here on parameters and buffers become views of what the step reads.
         kept = [[slot for slot, found in zip(own, reached, strict=True) if found] for own in slots]
@@ -148,7 +145,7 @@ class TrainStep:
         self._adopt_buffers()
         self._flagged = [owner for module in self.modules for owner in module.modules()]
         self._flags = self._present_flags()
-        self._fixed = self._fixed_options()
+        self._fixed = checks.fixed_options(self._methods)
 
         self._rates = torch.zeros((len(method.param_groups), len(RATES) + 2), dtype=torch.float64, device=self.device)
         self._lr = self._rates[:, 0].float()
@@ -211,9 +208,10 @@ class TrainStep:
     def __call__(self, *batch: Any) -> Tensor:
         """Take one step; returns the mean loss of the first pass (of each run, if there are several)."""
         stacked = batch if self._stacked else map_tensors(lambda t: t[None], batch)
-        self._check_runs(stacked)
-        self._check_alike()
-        self._check_fixed()
+        if self._stacked:
+            checks.rows_of_runs(batch, len(self.optimizers))
+        checks.alike(self._methods)
+        checks.unchanged(self._fixed, self._methods)
         for method in self._methods:
             method._refuse_if_away("take a step")
         if self._watch is not None:
@@ -476,87 +474,6 @@ class TrainStep:
                 for place, slot in enumerate(pack.runs[run])
             ]
             step(gradients, self._refused[run])
-
-    # ------------------------------------------------------------------ checks
-
-    def _check_alike(self) -> None:
-        first = self._methods[0]
-        for method in self._methods[1:]:
-            if type(method) is not type(first) or len(method.param_groups) != len(first.param_groups):
-                raise ValueError(
-                    "runs that are trained together must have optimizers of one kind, with the same groups."
-                )
-            for group, other in zip(first.param_groups, method.param_groups, strict=True):
-                differ = [k for k in group if k not in ("params", "seed", "param_names") and group[k] != other.get(k)]
-                if differ:
-                    raise ValueError(
-                        f"the runs differ in {differ[0]}: {group[differ[0]]} and {other.get(differ[0])}. Runs that are "
-                        "trained together may differ in seed, weights and data only."
-                    )
-
-    def _check_architectures(self, keys: list[list[str]], slots: list[list[Slot]]) -> None:
-        """Raise unless all runs have the same parameters, buffers and modes."""
-        seen = [
-            (
-                names,
-                [(slot.parameter.shape, slot.parameter.dtype) for slot in own],
-                [(name, b.shape, b.dtype) for name, b in module.named_buffers()],
-                [owner.training for owner in module.modules()],
-            )
-            for names, own, module in zip(keys, slots, self.modules, strict=True)
-        ]
-        for run, other in enumerate(seen):
-            if other != seen[0]:
-                raise ValueError(
-                    f"the model of run {run} differs from that of run 0: runs that are trained together must have one "
-                    "architecture, frozen parameters and train() or eval() included."
-                )
-
-    def _reached(self, slots: list[list[Slot]]) -> list[bool]:
-        """Which slots are part of the loss, in all runs."""
-        found = []
-        for run, (module, own, loss_fn) in enumerate(zip(self.modules, slots, self._loss_fns, strict=True)):
-            found.append(reached_by(module, [slot.parameter for slot in own], loss_fn, self._part))
-            if not any(found[run]):
-                raise ValueError(
-                    f"no gradient reaches any parameter of the optimizer{f' of run {run}' if self._stacked else ''}: "
-                    "does loss_fn use the module?"
-                )
-            if found[run] != found[0]:
-                raise ValueError(f"the loss of run {run} uses other parameters than that of run 0.")
-        return found[0]
-
-    def _check_runs(self, stacked: tuple[Any, ...]) -> None:
-        """Raise unless every tensor of a batch has one row a run, and rows that can be cut."""
-        shapes = [tuple(t.shape) for t in _tensors(stacked)]
-        runs = len(self.optimizers)
-        bad = [shape for shape in shapes if len(shape) < 2 or shape[0] != runs]
-        if bad and self._stacked:
-            raise ValueError(
-                f"a tensor of the batch has shape {bad[0]}: with {runs} runs it must be ({runs}, examples, ...)."
-            )
-
-    def _fixed_options(self) -> list[dict[str, Any]]:
-        return [
-            {name: group[name] for name in FIXED if name in group}
-            for method in self._methods
-            for group in method.param_groups
-        ]
-
-    def _check_fixed(self) -> None:
-        """Raise if an option that is compiled in was changed."""
-        now = self._fixed_options()
-        if now == self._fixed:
-            return
-        if len(now) != len(self._fixed):
-            raise ValueError("a group of parameters was added after the TrainStep was made: make a new one.")
-        for group, before in zip(now, self._fixed, strict=True):
-            for name in before:
-                if group.get(name) != before[name]:
-                    raise ValueError(
-                        f"{name} was {before[name]} when the TrainStep was made, and is {group.get(name)} now: make a "
-                        "new one, because it is compiled in."
-                    )
 
     def _present_flags(self) -> list[bool]:
         """Whether each module trains and each parameter takes a gradient."""

@@ -1,0 +1,102 @@
+"""What must hold for runs to be trained by one `TrainStep`, when it is made and at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from bsam.engine.methods import Method
+from bsam.forward import map_tensors
+from bsam.gradients import LossFunction, reached_by
+from bsam.optim.probing import Slot
+
+__all__ = ["alike", "fixed_options", "one_architecture", "reached", "rows_of_runs", "unchanged"]
+
+FIXED = (
+    "splits", "nonfinite", "max_grad_norm", "batch_norm", "num_data", "augmentation_factor", "seed", "curvature",
+    "sample_noise", "statistics", "sample", "perturb",
+)  # fmt: skip
+"""Options that are compiled in."""
+
+
+def alike(methods: Sequence[Method]) -> None:
+    """Raise unless the optimizers of all runs are of one kind, with the same options."""
+    first = methods[0]
+    for method in methods[1:]:
+        if type(method) is not type(first) or len(method.param_groups) != len(first.param_groups):
+            raise ValueError("runs that are trained together must have optimizers of one kind, with the same groups.")
+        for group, other in zip(first.param_groups, method.param_groups, strict=True):
+            differ = [k for k in group if k not in ("params", "seed", "param_names") and group[k] != other.get(k)]
+            if differ:
+                raise ValueError(
+                    f"the runs differ in {differ[0]}: {group[differ[0]]} and {other.get(differ[0])}. Runs that are "
+                    "trained together may differ in seed, weights and data only."
+                )
+
+
+def one_architecture(modules: Sequence[nn.Module], keys: list[list[str]], slots: list[list[Slot]]) -> None:
+    """Raise unless all runs have the same parameters, buffers and modes."""
+    seen = [
+        (
+            names,
+            [(slot.parameter.shape, slot.parameter.dtype) for slot in own],
+            [(name, b.shape, b.dtype) for name, b in module.named_buffers()],
+            [owner.training for owner in module.modules()],
+        )
+        for names, own, module in zip(keys, slots, modules, strict=True)
+    ]
+    for run, other in enumerate(seen):
+        if other != seen[0]:
+            raise ValueError(
+                f"the model of run {run} differs from that of run 0: runs that are trained together must have one "
+                "architecture, frozen parameters and train() or eval() included."
+            )
+
+
+def reached(
+    modules: Sequence[nn.Module], slots: list[list[Slot]], loss_fns: Sequence[LossFunction], part: tuple[Any, ...]
+) -> list[bool]:
+    """Which slots are part of the loss of a part of a batch; raise unless some are, the same in all runs."""
+    found: list[list[bool]] = []
+    for run, (module, own, loss_fn) in enumerate(zip(modules, slots, loss_fns, strict=True)):
+        found.append(reached_by(module, [slot.parameter for slot in own], loss_fn, part))
+        if not any(found[run]):
+            of_run = f" of run {run}" if len(modules) > 1 else ""
+            raise ValueError(
+                f"no gradient reaches any parameter of the optimizer{of_run}: does loss_fn use the module?"
+            )
+        if found[run] != found[0]:
+            raise ValueError(f"the loss of run {run} uses other parameters than that of run 0.")
+    return found[0]
+
+
+def rows_of_runs(batch: tuple[Any, ...], runs: int) -> None:
+    """Raise unless every tensor of a batch has one row a run, and rows that can be cut."""
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, batch)
+    for shape in (tuple(t.shape) for t in tensors):
+        if len(shape) < 2 or shape[0] != runs:
+            raise ValueError(
+                f"a tensor of the batch has shape {shape}: with {runs} runs it must be ({runs}, examples, ...)."
+            )
+
+
+def fixed_options(methods: Sequence[Method]) -> list[dict[str, Any]]:
+    """The options that are compiled in, of each group of each run."""
+    return [{name: group[name] for name in FIXED if name in group} for m in methods for group in m.param_groups]
+
+
+def unchanged(fixed: list[dict[str, Any]], methods: Sequence[Method]) -> None:
+    """Raise if an option that is compiled in was changed."""
+    now = fixed_options(methods)
+    if len(now) != len(fixed):
+        raise ValueError("a group of parameters was added after the TrainStep was made: make a new one.")
+    for group, before in zip(now, fixed, strict=True):
+        for name in before:
+            if group.get(name) != before[name]:
+                raise ValueError(
+                    f"{name} was {before[name]} when the TrainStep was made, and is {group.get(name)} now: make a "
+                    "new one, because it is compiled in."
+                )
