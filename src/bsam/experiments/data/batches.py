@@ -83,7 +83,7 @@ def stacked_batches(
     def batches() -> Iterator[Labelled]:
         for k in range(start_batch, num_batches):
             part = slice(k * batch_size, (k + 1) * batch_size)
-            index, *window = (t[:, part].flatten() for t in (order, down, right, mirrored))
+            index, *window = (t[:, part].flatten() for t in ((order, down, right, mirrored) if augment else (order,)))
             x = dataset.normalise(crop_and_flip(images, index, *window) if augment else images[index])
             yield x.view(len(seeds), -1, *x.shape[1:]), labels[index].view(len(seeds), -1)
 
