@@ -47,7 +47,7 @@ _MARKS = {
     "worse": ("▼", "Worse than the paper's number by more than that."),
     "reduced": ("◐", "Fewer epochs or seeds than the paper's, or (tiny) other data: the row says what was cut."),
     "missing": ("–", "Not run yet."),
-    "ours": ("○", "A row of ours, under the paper's: it has no such number. Its settings stand under the table."),
+    "ours": ("○", "In a row of ours, under the paper's. Its settings stand under the table."),
 }
 """Symbol and meaning; `bsam.experiments.comparison` decides which one a cell has."""
 
@@ -130,7 +130,7 @@ def _table(comparison: Comparison, records: Path) -> dict[str, Any]:
     return {
         "id": comparison.table,
         "title": f"Table {comparison.table.removeprefix('table')}: {comparison.title}",
-        "counts": Counter(cell.mark for row in rows for cell in row.cells),
+        "counts": Counter("ours" if row.ours else cell.mark for row in rows for cell in row.cells),
         "blocks": [
             {
                 "title": block.title,
