@@ -62,6 +62,12 @@ def test_every_try_has_a_folder_of_its_own(tmp_path):
     assert len({task.folder for task in tasks}) == len({task.record for task in tasks}) == 2 * 4
 
 
+def test_the_precision_is_that_of_all_tries(tmp_path):
+    tuning = dataclasses.replace(read_tuning(str(write_grid(tmp_path))), precision="bfloat16")
+    assert {config.precision for _, config in tuning.tries} == {"bfloat16"}
+    assert all('precision="bfloat16"' in task.changes for task in plan_tries(tuning, tmp_path).tasks)
+
+
 def test_the_schedule_shrinks_with_the_epochs():
     tuning = read_tuning("cifar10")
     first, config = tuning.tries[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -165,6 +166,7 @@ def tune(
     device: Device = None,
     save_minutes: SaveMinutes = 5.0,
     stack_seeds: StackSeeds = None,
+    precision: PrecisionOption = None,
 ) -> None:
     """Choose settings on a part of the training data that is held out; the test data has no say.
 
@@ -173,7 +175,7 @@ def tune(
 
     [bold]bsam tune cifar10 --data data --jobs 4[/bold]
     """
-    tuning = read_tuning(what)
+    tuning = replace(read_tuning(what), precision=precision)
     path = out or Path("results") / f"tuning_{tuning.name}.json"
     plan = plan_tries(tuning, runs)
     failed = carry_out(plan, "full", runs, jobs, dry_run, data, device, save_minutes, stack_seeds, work=execute_tries)
@@ -181,7 +183,7 @@ def tune(
         return
     if failed:
         raise typer.Exit(1)  # nothing is chosen from a part of the tries
-    record = collect_tries(tuning, runs, f"bsam tune {what}")
+    record = collect_tries(tuning, runs, f"bsam tune {what}{f' --precision {precision}' if precision else ''}")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, record)
     console = Console()

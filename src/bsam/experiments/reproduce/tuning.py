@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bsam.experiments.config import FIELDS, Config, from_mapping, toml_value
+from bsam.experiments.config import FIELDS, Config, Precision, from_mapping, toml_value
 from bsam.experiments.demo import grid_of
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import METRICS
@@ -49,14 +49,17 @@ class Tuning:
     seeds: int
     grid: tuple[dict[str, list[Any]], ...]
     """Of each, all combinations are tried."""
+    precision: Precision | None = None
+    """Of the gradients, if not the preset's."""
 
     @property
     def tries(self) -> list[tuple[dict[str, Any], Config]]:
         """The settings of each try as the grid has them, and all of its settings."""
         base = preset(self.base)
+        shared = {"validation": self.validation, "precision": self.precision or base.precision}
         found: dict[Config, dict[str, Any]] = {}
         for options in (options for part in self.grid for options in grid_of(part)):
-            whole = from_mapping({**dataclasses.asdict(base), **options, "validation": self.validation})
+            whole = from_mapping({**dataclasses.asdict(base), **shared, **options})
             found.setdefault(shrunk(whole, base.epochs / self.epochs), options)
         return [(options, config) for config, options in found.items()]
 
@@ -70,7 +73,8 @@ def read_tuning(name: str) -> Tuning:
         raise FileNotFoundError(f"there is no file {path}. One that can be changed is {TUNINGS['cifar10']}")
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-        fields = {field.name: content.pop(field.name) for field in dataclasses.fields(Tuning) if field.name != "name"}
+        keys = [field.name for field in dataclasses.fields(Tuning) if field.name not in ("name", "precision")]
+        fields = {key: content.pop(key) for key in keys}
         if content:
             raise ValueError(f"unknown key {next(iter(content))!r}: there are {', '.join(fields)}.")
         tuning = Tuning(path.stem.removeprefix("tuning_"), **{**fields, "grid": tuple(fields["grid"])})
