@@ -9,7 +9,8 @@ from torch.func import functional_call, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 
-from bsam.engine.graphs import last_sums, merge_views
+from bsam.engine.graphs import last_sums, merge_views, share_copies
+from bsam.engine.tracing import compile_in_two
 from bsam.experiments.models.resnet20_frn import Block
 from bsam.kernels import convolution, filter_response
 from bsam.kernels.layers import OurLayers
@@ -86,6 +87,38 @@ def test_weights_of_a_convolution_are_laid_out_once(gradients):
     assert len(laid_out) == 3
     assert len(used_again) == 1
     torch.testing.assert_close(graph(*inputs)[0], before)
+
+
+@pytest.fixture
+def packed(gradients):
+    """The same with all weights in one flat tensor, as in a pack."""
+    function, (x, *weights) = gradients
+    sizes = [w[0].numel() for w in weights]
+
+    def of_pack(x, flat):
+        parts = flat.split(sizes, dim=1)
+        return function(x, *(part.view_as(w) for part, w in zip(parts, weights, strict=True)))
+
+    return of_pack, (x, torch.cat([w.flatten(1) for w in weights], 1))
+
+
+def test_copies_that_operators_share_are_written_once(packed):
+    function, inputs = packed
+    graph = trace(function, *inputs)
+    merge_views(graph)
+    share_copies(graph)
+    graph.recompile()
+    shared = [node for node in graph.graph.nodes if node.target is aten.as_strided.default]
+    assert any(str(user.target).startswith("bsam.convolution.") for node in shared for user in node.users)
+    for node in shared:
+        assert len(node.users) > 1
+        assert list(node.args[0].users) == [node]
+    torch.testing.assert_close(graph(*inputs)[0], function(*inputs)[0])
+
+
+def test_compiled_gradients_of_a_pack(packed):
+    function, inputs = packed
+    torch.testing.assert_close(compile_in_two(function, list(inputs))(*inputs)[0], function(*inputs)[0])
 
 
 def test_last_sums_come_after_everything_else(gradients):

@@ -7,9 +7,10 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-__all__ = ["last_sums", "merge_views"]
+__all__ = ["last_sums", "merge_views", "share_copies"]
 
 aten = torch.ops.aten
+_LAYOUTS = (torch.contiguous_format, torch.channels_last)
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default)
 
 
@@ -42,6 +43,22 @@ def merge_views(graph: GraphModule) -> None:
 
 def _positive(order: list[int]) -> list[int]:
     return [dim % len(order) for dim in order]
+
+
+def share_copies(graph: GraphModule) -> None:
+    """Have copies that change a layout made once, if one of our operators reads them and something else too.
+
+    The compiler would make one for every operator that reads it. What `as_strided` looks at it writes.
+    """
+    for node in list(graph.graph.nodes):
+        told = node.target is aten.clone.default and node.kwargs.get("memory_format") in _LAYOUTS
+        if told and len(node.users) > 1 and any(getattr(user.target, "namespace", "") == "bsam" for user in node.users):
+            value = node.meta["val"]
+            with graph.graph.inserting_after(node):
+                arguments = (node, list(value.shape), list(value.stride()), 0)
+                written = graph.graph.call_function(aten.as_strided.default, arguments)
+            written.meta = node.meta
+            node.replace_all_uses_with(written, delete_user_cb=lambda user, written=written: user is not written)
 
 
 def last_sums(graph: GraphModule) -> set[Node]:
