@@ -157,16 +157,22 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(dw + to, tl.trans(total).to(dw.dtype.element_ty), mask=written)
 
 
-def gather_blocks(num_in: int, num_out: int, size: int, all_taps: int) -> tuple[int, int, int, int, int, int]:
+def gather_blocks(
+    num_in: int, num_out: int, size: int, all_taps: int, itemsize: int
+) -> tuple[int, int, int, int, int, int]:
     """Taps, pixels, input and output channels of one tile, warps and pipeline stages.
+
+    The tiles of all stages are at most 96 KB, which every GPU with tensor cores for bfloat16 has.
 
     Args:
         num_in: Channels of what is read.
         num_out: Channels of what is written.
         size: Of the kernel.
         all_taps: The most taps that reach a pixel.
+        itemsize: Bytes of an element.
     """
-    block_in, block_out = min(64, power_of_2(num_in)), min(128, max(16, power_of_2(num_out)))
+    block_out = min(128, max(16, power_of_2(num_out)))
+    block_in = min(128 // itemsize if block_out == 128 else 64, power_of_2(num_in))
     # Several taps at once where there are few channels, or the matrix products would be too short.
     taps = max(1, min(16 // block_in, power_of_2(size * size)))
     block_in = max(block_in, 16 // taps)
@@ -197,7 +203,7 @@ def gather_convolution(
     classes = stride if transposed else 1
     pixels = images * triton.cdiv(height, classes) * triton.cdiv(width, classes)
     taps, block_p, block_in, block_out, warps, stages = gather_blocks(
-        num_in, num_out, size, triton.cdiv(size, classes) ** 2
+        num_in, num_out, size, triton.cdiv(size, classes) ** 2, x.element_size()
     )
     grid = (triton.cdiv(pixels, block_p) * classes * classes, groups, triton.cdiv(num_out, block_out))
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
