@@ -21,7 +21,7 @@ BLOCK = 512
 
 @triton.jit
 def _box_muller(a, b):  # type: ignore[no-untyped-def]
-    # In [0, 2 pi) the device's sine and cosine are good to 5e-7; those for all angles take longer than all the rest.
+    # In [0, 2 pi) the device's sine and cosine are good to 7e-7; those for all angles take longer than all the rest.
     r = tl.sqrt(-2.0 * tl.log(tl.maximum(tl.uint_to_uniform_float(a), 1e-7)))
     angle = 6.283185307179586 * tl.uint_to_uniform_float(b)
     return r * libdevice.fast_cosf(angle), r * libdevice.fast_sinf(angle)

@@ -204,6 +204,33 @@ def test_second_derivatives_are_torchs():
         torch.testing.assert_close(second(w), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
+def test_second_derivatives_by_weights_of_derivatives_by_inputs_are_torchs():
+    """A penalty on the gradient by the images: its derivative goes through dx to the weights."""
+    x, first, last = torch.randn(2, 4, 6, 6), torch.randn(8, 4, 3, 3), torch.randn(5, 8, 3, 3)
+
+    def outputs(x, weights):
+        return F.conv2d(F.conv2d(x, weights[0], padding=1).tanh(), weights[1], padding=1)
+
+    def gradients(weights):
+        return grad(lambda weights: grad(lambda x: outputs(x, weights).sum())(x).square().mean())(weights)
+
+    expected = gradients((first, last))
+    with OurLayers():
+        ours = gradients((first, last))
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("x_shape", [(2, 3, 6, 6), (2, 4, 2, 2)], ids=["channels", "too small"])
+def test_what_torch_refuses_is_left_to_it(x_shape):
+    x, w = torch.randn(x_shape), torch.randn(8, 4, 3, 3)
+    with pytest.raises(RuntimeError) as theirs:
+        F.conv2d(x, w)
+    with OurLayers(), pytest.raises(RuntimeError) as ours:
+        F.conv2d(x, w)
+    assert str(ours.value) == str(theirs.value)
+
+
 def test_autocast_rounds_as_torchs_own():
     x, w, b = torch.randn(2, 8, 6, 6), torch.randn(8, 8, 3, 3), torch.randn(8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -219,6 +246,7 @@ def test_autocast_rounds_as_torchs_own():
     [
         pytest.param(lambda x, w: F.conv2d(x, w, padding=(1, 0)), id="padding by side"),
         pytest.param(lambda x, w: F.conv2d(x, w, padding="same"), id="padding by name"),
+        pytest.param(lambda x, w: F.conv2d(x, w, padding=(1,)), id="one padding in a tuple"),
         pytest.param(lambda x, w: F.conv2d(x, w, stride=(1, 2)), id="stride by side"),
         pytest.param(lambda x, w: F.conv2d(x, w, dilation=2), id="dilation"),
         pytest.param(lambda x, w: F.conv2d(x, w[..., :2]), id="kernels that are not square"),

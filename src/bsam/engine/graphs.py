@@ -57,7 +57,7 @@ def share_copies(graph: GraphModule) -> None:
             with graph.graph.inserting_after(node):
                 arguments = (node, list(value.shape), list(value.stride()), 0)
                 written = graph.graph.call_function(aten.as_strided.default, arguments)
-            written.meta = node.meta
+            written.meta = dict(node.meta)
             node.replace_all_uses_with(written, delete_user_cb=lambda user, written=written: user is not written)
 
 

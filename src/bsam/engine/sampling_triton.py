@@ -45,7 +45,7 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
 
 
 def block_table(indices: list[int], offsets: list[int], sizes: list[int], device: torch.device) -> Tensor:
-    """For each block of a pack: index of its parameter, place of it in the pack, and where the block begins and ends.
+    """For each block of a pack: its parameter, the place of that, where it begins in both, the parameter's size.
 
     Args:
         indices: The address of each parameter's noise.

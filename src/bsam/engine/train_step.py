@@ -131,6 +131,7 @@ class TrainStep:
         names = [key for key, found in zip(keys[0], reached, strict=True) if found]
         left = [[slot for slot, found in zip(own, reached, strict=True) if not found] for own in slots]
         method._warn_of_unseen(left[0], stacklevel=3)
+        # VOGN asks each parameter whether it has taken a step: one a pack.
         self._packs = make_packs(kept, names, large=0 if isinstance(method, VOGN) else LARGE)
         self._group_of = [_position(pack.runs[0][0].group, method.param_groups) for pack in self._packs]
         """The number of each pack's group."""

@@ -9,6 +9,7 @@ own. Images (groups x examples, channels, height, width) are channels last in me
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,13 +52,17 @@ class Convolution:
 
     @property
     def fits(self) -> bool:
-        """Whether our operators can do it."""
+        """Whether our operators can do it; not where torch has an error to raise."""
+        if self.x.dim() != 4 or self.w.dim() != 4 or len(self.padding) != 2:  # a padding by name is longer
+            return False
+        padded = [size + 2 * around for size, around in zip(self.x.shape[2:], self.padding, strict=True)]  # type: ignore[operator]
         return (
             self.groups == 1
-            and self.x.dim() == self.w.dim() == 4
+            and self.x.shape[1] == self.w.shape[1]
+            and all(size >= kernel for size, kernel in zip(padded, self.w.shape[2:], strict=True))
+            and len(self.x) * math.prod(padded) * max(self.w.shape[:2]) < 2**31  # kernels count in 32 bits
             and self.dilation == (1, 1)
             and all(len(set(pair)) == 1 for pair in (self.w.shape[2:], self.stride, self.padding))
-            and isinstance(self.padding[0], int)
             and max(self.w.shape[:2]) >= 4  # tiles have 16 channels
             and self.x.dtype == self.w.dtype
             and self.x.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -82,15 +87,15 @@ class _Convolve(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, _, *ctx.options = inputs
-        ctx.save_for_backward(x, output[1])
+        x, w, *ctx.options = inputs
+        ctx.save_for_backward(x, w, output[1])
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        x, by_tap = ctx.saved_tensors
+        x, w, by_tap = ctx.saved_tensors
         if torch.is_grad_enabled():  # of second derivatives, which the operators do not have
-            w, (stride, padding, _) = by_tap.permute(2, 3, 0, 1), ctx.options
+            stride, padding, _ = ctx.options
             pairs = [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1
             dx, dw, _ = torch.ops.aten.convolution_backward(dy, x, w, None, *pairs, [*ctx.needs_input_grad[:2], False])
             return dx, dw, None, None, None
@@ -265,7 +270,7 @@ def weight_tiles(num_in: int, num_out: int, size: int) -> tuple[int, int, int, i
 
 
 def num_chunks(dy: Tensor, num_in: int, num_out: int, size: int, groups: int) -> int:
-    """Into how many parts a group's pixels are cut: enough to fill a large GPU, of 256 pixels at least."""
+    """Into how many parts a group's pixels are cut: enough to fill a large GPU, of about 256 pixels or more."""
     pixels = dy.shape[0] // groups * dy.shape[2] * dy.shape[3]
     *_, tiles = weight_tiles(num_in, num_out, size)
     return max(1, min(1024 // (groups * tiles), -(-pixels // 256)))

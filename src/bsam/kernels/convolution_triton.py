@@ -45,6 +45,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     height, width = (out_height - kind_row + STEP - 1) // STEP, (out_width - kind_column + STEP - 1) // STEP
     p = tl.program_id(0) // CLASSES * BLOCK_P + tl.arange(0, BLOCK_P)
     here = p < images * height * width
+    if out_height < STEP or out_width < STEP:
+        height, width = tl.maximum(height, 1), tl.maximum(width, 1)  # a class may be empty; they divide
     column = p % width * STEP + kind_column
     row = p // width % height * STEP + kind_row
     image = p // (width * height)
@@ -162,7 +164,8 @@ def gather_blocks(
 ) -> tuple[int, int, int, int, int, int]:
     """Taps, pixels, input and output channels of one tile, warps and pipeline stages.
 
-    The tiles of all stages are at most 96 KB, which every GPU with tensor cores for bfloat16 has.
+    The tiles of all stages fit into the shared memory of GPUs that have 99 KB, where a pipeline of three stages has two
+    buffers, and of Hopper, where it has three.
 
     Args:
         num_in: Channels of what is read.
@@ -172,7 +175,7 @@ def gather_blocks(
         itemsize: Bytes of an element.
     """
     block_out = min(128, max(16, power_of_2(num_out)))
-    block_in = min(128 // itemsize if block_out == 128 else 64, power_of_2(num_in))
+    block_in = min(128 // itemsize if block_out in (16, 128) else 64, power_of_2(num_in))
     # Several taps at once where there are few channels, or the matrix products would be too short.
     taps = max(1, min(16 // block_in, power_of_2(size * size)))
     block_in = max(block_in, 16 // taps)
@@ -214,7 +217,7 @@ def gather_convolution(
         )  # fmt: skip
 
 
-def weight_blocks(columns: int, block_out: int, itemsize: int) -> tuple[int, int, int]:
+def weight_blocks(block_out: int, itemsize: int) -> tuple[int, int, int]:
     """Pixels of one tile, warps and pipeline stages."""
     return (128 // itemsize, 4, 3) if block_out >= 64 else (256 // itemsize, 4, 1)
 
@@ -233,7 +236,7 @@ def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: 
     chunks, groups, size, _, num_out, num_in = dw.shape
     pixels = dy.shape[0] // groups * dy.shape[2] * dy.shape[3]
     taps, block_in, block_out, tiles = weight_tiles(num_in, num_out, size)
-    block_p, warps, stages = weight_blocks(power_of_2(taps) * block_in, block_out, x.dtype.itemsize)
+    block_p, warps, stages = weight_blocks(block_out, x.element_size())
     chunk = triton.cdiv(triton.cdiv(pixels, chunks), block_p) * block_p
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _weight_kernel[(chunks, groups, tiles)](

@@ -222,8 +222,8 @@ class VOGN(GaussianOptimizer):
 
     def _noise_precision(self, slot: Slot) -> Tensor:
         rates = self._rates(slot.group)
-        s = slot.state["curvature"] + (rates["delta"] + rates["gamma"])
-        return torch.where(slot.state["step"] > 0, s, torch.inf)  # lines 1, 3
+        precision = slot.state["curvature"] + rates["delta"] + rates["gamma"]
+        return torch.where(slot.state["step"] > 0, precision, torch.inf)  # lines 1, 3
 
     def _theta(self, slot: Slot, split: int) -> Tensor:
         return torch.where(slot.state["step"] > 0, self._sample(slot, split), slot.mean)  # lines 1, 3

@@ -30,6 +30,8 @@ def execute_together(
     if len(tasks) > 1 and (not begun or (folder / "stack.toml").exists()):
         if begun:
             stack = Stack.resume(folder, device=device, data=data)
+            if stack.runs[0].config != tasks[0].config:
+                raise ValueError(f"{folder} holds runs with other settings: move it away, or choose another --runs.")
         else:
             seeds = [task.seed for task in tasks]
             preset = tasks[0].preset

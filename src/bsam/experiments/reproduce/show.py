@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from rich import box
@@ -180,7 +181,11 @@ def block_markdown(block: Block) -> str:
             cells = [(*_lines(cell)[:2], cell.best) for cell in row.cells]
             shown = [f"{f'**{ours}**' if best else ours}<br>*{printed}*" for ours, printed, best in cells]
             lines.append(f"| {row.label} | {' | '.join(shown)} |")
-    return "\n".join(lines)
+    if len(lines) == 2:
+        return "Not recorded yet."
+    return "\n\n".join(
+        ["\n".join(lines), *settings_notes(replace(block, rows=tuple(r for r in block.rows if r.seeds)))]
+    )
 
 
 def _markdown(cell: Cell) -> str:

@@ -102,7 +102,8 @@ def plan_tries(tuning: Tuning, runs: Path) -> Plan:
 
 def _task(tuning: Tuning, options: dict[str, Any], config: Config, seed: int, runs: Path) -> Task:
     words = re.sub(r"[^\w.=,+-]+", "-", ",".join(f"{name}={value}" for name, value in options.items()))
-    name = f"tune/{tuning.name}/{tuning.epochs}-epochs/{words}"
+    precision = f"-{tuning.precision}" if tuning.precision else ""
+    name = f"tune/{tuning.name}/{tuning.epochs}-epochs{precision}/{words}"
     base = preset(tuning.base)
     differences = [f"{f}={toml_value(getattr(config, f))}" for f in FIELDS if getattr(config, f) != getattr(base, f)]
     return Task(
