@@ -55,12 +55,17 @@ from bsam.optim.arithmetic import average, plus, plus_quotient
 from bsam.optim.gaussian import GaussianOptimizer
 from bsam.optim.probing import Gradients, Slot, Tally
 
-__all__ = ["VOGN", "posterior_std", "update"]
+__all__ = ["VOGN", "posterior_std", "unit_precision", "update"]
 
 
-def posterior_std(s: Tensor, N: float, delta: float, gamma: float) -> Tensor:
+def unit_precision(s: Tensor, delta: float | Tensor, gamma: float | Tensor) -> Tensor:
+    """1 / (N sigma^2)."""
+    return s + delta + gamma  # line 3
+
+
+def posterior_std(s: Tensor, N: float, delta: float | Tensor, gamma: float | Tensor) -> Tensor:
     """The posterior's standard deviation sigma."""
-    return (N * (s + delta + gamma)).rsqrt()  # line 3
+    return (N * unit_precision(s, delta, gamma)).rsqrt()  # line 3
 
 
 def update(
@@ -222,7 +227,7 @@ class VOGN(GaussianOptimizer):
 
     def _noise_precision(self, slot: Slot) -> Tensor:
         rates = self._rates(slot.group)
-        precision = slot.state["curvature"] + rates["delta"] + rates["gamma"]
+        precision = unit_precision(slot.state["curvature"], rates["delta"], rates["gamma"])
         return torch.where(slot.state["step"] > 0, precision, torch.inf)  # lines 1, 3
 
     def _theta(self, slot: Slot, split: int) -> Tensor:

@@ -156,6 +156,9 @@ def tuning_sentence(record: dict[str, Any]) -> str:
 # ------------------------------------------------------------------ Markdown
 
 
+_HEAD = (f"| method | {' | '.join(TITLES.values())} |", f"|---{'|---' * len(TITLES)}|")
+
+
 def comparison_markdown(comparison: Comparison) -> str:
     """The blocks of a table: ours, the paper's, difference and mark in each cell."""
     parts = []
@@ -164,7 +167,7 @@ def comparison_markdown(comparison: Comparison) -> str:
         if not any(row.seeds for row in block.rows):
             parts.append(f"Not recorded yet: `bsam reproduce {comparison.table} --block {block.name}`.")
             continue
-        lines = [f"| method | {' | '.join(TITLES.values())} |", f"|---{'|---' * len(TITLES)}|"]
+        lines = [*_HEAD]
         for row in block.rows:
             name = f"{row.label}<br>{_extent(row)}" if row.seeds else row.label
             lines.append(f"| {name} | {' | '.join(_markdown(cell) for cell in row.cells)} |")
@@ -175,17 +178,16 @@ def comparison_markdown(comparison: Comparison) -> str:
 
 def block_markdown(block: Block) -> str:
     """What is recorded of one block in short: in each cell ours, and the paper's."""
-    lines = [f"| method | {' | '.join(TITLES.values())} |", f"|---{'|---' * len(TITLES)}|"]
+    lines = [*_HEAD]
     for row in block.rows:
         if row.seeds and row.scale == "full":
             cells = [(*_lines(cell)[:2], cell.best) for cell in row.cells]
             shown = [f"{f'**{ours}**' if best else ours}<br>*{printed}*" for ours, printed, best in cells]
             lines.append(f"| {row.label} | {' | '.join(shown)} |")
-    if len(lines) == 2:
+    if len(lines) == len(_HEAD):
         return "Not recorded yet."
-    return "\n\n".join(
-        ["\n".join(lines), *settings_notes(replace(block, rows=tuple(r for r in block.rows if r.seeds)))]
-    )
+    recorded = replace(block, rows=tuple(row for row in block.rows if row.seeds))
+    return "\n\n".join(["\n".join(lines), *settings_notes(recorded)])
 
 
 def _markdown(cell: Cell) -> str:
