@@ -180,10 +180,8 @@ def gather_blocks(
     taps = max(1, min(16 // block_in, power_of_2(size * size)))
     block_in = max(block_in, 16 // taps)
     turns = triton.cdiv(all_taps, taps) * triton.cdiv(num_in, block_in)
-    block_p = {16: 256, 64: 64}.get(block_out, 128)
-    # Copies of a pipeline go around the L1 cache. With few channels it is better if taps find their pixels there.
-    stages = 1 if turns <= 4 or block_in <= 16 else 3
-    return taps, block_p, block_in, block_out, 8 if block_out >= 128 else 4, stages
+    block_p = 128 if block_out == 128 else (512 if block_out <= 32 else 256) // itemsize
+    return taps, block_p, block_in, block_out, 4, 1 if turns <= 4 else 3
 
 
 def gather_convolution(
@@ -219,7 +217,7 @@ def gather_convolution(
 
 def weight_blocks(block_out: int, itemsize: int) -> tuple[int, int, int]:
     """Pixels of one tile, warps and pipeline stages."""
-    return (128 // itemsize, 4, 3) if block_out >= 64 else (256 // itemsize, 4, 1)
+    return 128 // itemsize, 4 if block_out >= 64 else 2, 3
 
 
 def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: int, precision: str) -> None:
