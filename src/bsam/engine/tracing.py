@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -115,10 +117,23 @@ class Captured:
             undo()
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream):
+        with _no_collection(), torch.cuda.graph(self._graph, stream=stream):
             self.result = function()
 
     def __call__(self) -> Any:
         """Run it again; the result is in the same tensors every time."""
         self._graph.replay()
         return self.result
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage before and not within: an older graph or event that dies during a capture would spoil it."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
