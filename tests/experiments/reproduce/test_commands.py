@@ -59,6 +59,10 @@ def test_a_block_is_planned_run_recorded_compared_and_not_run_again(places, tmp_
     assert f"{row.cells[0].mean:.2f} (-)" in again.output
     assert [(tmp_path / path).stat().st_mtime_ns for path in records] == times
 
+    (tmp_path / records[0]).unlink()  # trained all the same
+    left = re.sub(r"\s+", " ", invoke(*block, "--dry-run").output)
+    assert "1 runs to do, 1 recorded; about 0.0 s of training" in left
+
 
 def test_an_ablation_leaves_numbers_a_figure_and_a_table(places, tmp_path, monkeypatch):
     monkeypatch.setattr(studies, "_COUNTS", (0, 1, 4))

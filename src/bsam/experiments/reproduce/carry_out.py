@@ -143,8 +143,8 @@ def _show_plan(console: Console, plan: Plan, scale: Scale, records: Path, jobs: 
         table.add_row(name, str(epochs[name]), str(count), str(there[name]), takes, found.source)
     console.print(table)
     what = f"{len(plan.tasks)} runs to do, {len(plan.recorded)} recorded"
-    seconds = [count * found.seconds for name, count in left.items() if (found := estimates[name]).seconds is not None]
-    if len(seconds) == len(left):
+    seconds = [task.share_left * (estimates[task.name].seconds or 0.0) for task in plan.tasks]
+    if all(found.seconds is not None for found in estimates.values()):
         what += f"; about {_clock(sum(seconds))} of training on {device}"
         what += f", {_clock(sum(seconds) / jobs)} with {jobs} jobs if they do not slow each other" if jobs > 1 else ""
         what += ". Evaluation comes on top"

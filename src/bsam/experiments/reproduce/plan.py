@@ -48,6 +48,13 @@ class Task:
     part: str = "test"
     """Which part of the data it is evaluated on."""
 
+    @property
+    def share_left(self) -> float:
+        """How much of its training is left, by the epochs in the log of its folder."""
+        log = self.folder / "log.jsonl"
+        done = len(log.read_text().splitlines()) if log.exists() else 0
+        return max(0.0, 1 - done / self.config.total_epochs)
+
 
 @dataclass(frozen=True)
 class Plan:
