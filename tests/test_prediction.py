@@ -309,6 +309,20 @@ def test_chunk_is_chosen_by_memory(monkeypatch):
         assert seen == chunks
 
 
+@pytest.mark.parametrize(("room", "draws"), [(10**9, 100), (0, 300)])
+def test_samples_in_several_chunks_are_drawn_once_if_there_is_room_for_them(room, draws, monkeypatch):
+    """100 samples are more than one chunk, and 12 vectors are three batches."""
+    model, x = seeded(mlp), vectors(12)
+    q = gaussian(model)
+    expected = predict(model, q, x, num_samples=100, vectorise=False)
+    drawn = []
+    sample = q.sample
+    monkeypatch.setattr(q, "sample", lambda generator: drawn.append(1) or sample(generator))
+    monkeypatch.setattr(passes, "_room", lambda device: room)
+    assert_close(expected, predict(model, q, x, num_samples=100, batch_size=4, vectorise=True))
+    assert len(drawn) == draws
+
+
 @pytest.mark.parametrize(
     ("num_samples", "most", "chunk"), [(32, 99, 32), (2048, 244, 128), (64, 63, 32), (7, 6, 6), (5, 1, 1)]
 )

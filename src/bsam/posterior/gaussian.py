@@ -126,13 +126,15 @@ class DiagonalGaussian(Posterior):
                 drawn there and moved.
         """
         check_generator(generator)
-        drawn = {name: self._draw(name, generator) for name in self.sampled_names}
-        return {name: drawn[name] if name in drawn else mean.clone() for name, mean in self.mean.items()}
-
-    def _draw(self, name: str, generator: torch.Generator) -> Tensor:
-        mean, std = self.mean[name], self.std[name]
-        noise = torch.randn(std.shape, generator=generator, device=generator.device, dtype=std.dtype).to(std.device)
-        return (mean.to(std.dtype) + std * noise).to(mean.dtype)
+        names, theta = self.sampled_names, {}
+        if names:
+            sigma = [self.std[name] for name in names]
+            noise = [torch.randn(t.shape, generator=generator, device=generator.device, dtype=t.dtype) for t in sigma]
+            # All at once: on a GPU it takes longer to launch them one by one than to compute them.
+            offsets = torch._foreach_mul(sigma, [z.to(t.device) for z, t in zip(noise, sigma, strict=True)])
+            drawn = torch._foreach_add(offsets, [self.mean[name] for name in names])
+            theta = dict(zip(names, drawn, strict=True))
+        return {name: theta[name].to(mean.dtype) if name in theta else mean.clone() for name, mean in self.mean.items()}
 
     def log_prob(self, sample: Mapping[str, Tensor]) -> Tensor:
         """The log-density of `sample`: of its sampled elements, and -inf if another is not at its mean."""
