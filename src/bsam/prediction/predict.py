@@ -97,8 +97,8 @@ def predict(
     """Predict with the average over samples of a posterior.
 
     The model predicts in evaluation mode; afterwards weights, buffers, each layer's mode and the global (CPU)
-    generator are what they were, also after an exception. The memory it takes is that of the weights, `chunk` samples
-    of them, and one batch; the results wait on the CPU.
+    generator are what they were, also after an exception. The memory it takes is that of the weights, samples of them,
+    and `chunk` times one batch; the results wait on the CPU.
 
     Args:
         model: The model; it need not hold the weights of the posterior. Its device is where predictions are made.
@@ -109,9 +109,9 @@ def predict(
             tuple or list as positional arguments.
         num_samples: How many samples to average over; 0 predicts with the mean.
         seed: Seed of the samples.
-        chunk: How many samples are held, and run in one vmapped pass, at a time. It multiplies the memory for
-            weights and activations. By default as many as fit into half of a GPU's free memory, or 256 MB on the
-            CPU. If that is all of them, they are drawn once, otherwise anew for each batch.
+        chunk: How many samples run in one vmapped pass. It multiplies the memory for activations. By default as many
+            as fit into half of a GPU's free memory, or 256 MB on the CPU, and 64 at most. Samples are drawn once if
+            there is room for all their weights, else, or if there are more than the `chunk` given, for each batch.
         batch_size: The most examples of a batch where tensors are cut, which is done evenly.
         likelihood: `"categorical"`: outputs are logits (n, K). `"bernoulli"`: logits (n,) or (n, 1) of class 1 of
             two. `"gaussian"`: outputs (n,) or (n, D) are means of real targets.
