@@ -309,9 +309,10 @@ def test_chunk_is_chosen_by_memory(monkeypatch):
         assert seen == chunks
 
 
-@pytest.mark.parametrize(("room", "draws"), [(10**9, 100), (0, 300)])
+@pytest.mark.parametrize(("room", "draws"), [(10**6, 100), (0, 300)])
 def test_samples_in_several_chunks_are_drawn_once_if_there_is_room_for_them(room, draws, monkeypatch):
-    """100 samples are more than one chunk, and 12 vectors are three batches."""
+    """12 vectors are three batches, and a pass over one is taken to need much of the room."""
+    monkeypatch.setattr(passes, "_OUTPUTS_AT_ONCE", 1000)
     model, x = seeded(mlp), vectors(12)
     q = gaussian(model)
     expected = predict(model, q, x, num_samples=100, vectorise=False)
@@ -319,7 +320,12 @@ def test_samples_in_several_chunks_are_drawn_once_if_there_is_room_for_them(room
     sample = q.sample
     monkeypatch.setattr(q, "sample", lambda generator: drawn.append(1) or sample(generator))
     monkeypatch.setattr(passes, "_room", lambda device: room)
+    seen = []
+    vmap = torch.vmap
+    monkeypatch.setattr(torch, "vmap", lambda f: lambda stack: seen.append(len(stack["0.bias"])) or vmap(f)(stack))
     assert_close(expected, predict(model, q, x, num_samples=100, batch_size=4, vectorise=True))
+    assert max(seen) < 100
+    assert sum(seen) == 300
     assert len(drawn) == draws
 
 
@@ -351,6 +357,32 @@ def test_a_chunk_that_does_not_fit_is_halved(monkeypatch):
     result = predict(model, q, x, num_samples=8, vectorise=True)
     assert result.computed_by == "vmap"
     assert tried == [8, 4, 2, 2, 2, 2]
+    assert_close(everything, result)
+
+
+def test_samples_that_were_kept_make_room_before_it_gives_up(monkeypatch):
+    model, x = seeded(mlp), vectors(500)
+    q = gaussian(model)
+    everything = predict(model, q, x, num_samples=3)
+    tried = []
+    vmap = torch.vmap
+
+    def full_once(function):
+        def run(stack):
+            tried.append(len(stack["0.bias"]))
+            if len(tried) == 1:
+                raise torch.OutOfMemoryError("no room")
+            return vmap(function)(stack)
+
+        return run
+
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    monkeypatch.setattr(passes, "_room", lambda device: 6 * weights)  # for three samples, and one pass
+    monkeypatch.setattr(torch, "vmap", full_once)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    result = predict(model, q, x, num_samples=3, batch_size=500, vectorise=True)
+    assert result.computed_by == "vmap"
+    assert tried == [1, 1, 1, 1]
     assert_close(everything, result)
 
 

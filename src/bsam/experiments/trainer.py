@@ -173,6 +173,11 @@ def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> It
     first = trainers[0]
     config, dataset = first.config, first.dataset
     step: Step | None = None
+
+    def count_since(begin: float) -> None:
+        for trainer in trainers:
+            trainer.seconds += (time.perf_counter() - begin) / len(trainers)
+
     while first.epoch < config.total_epochs:
         begin = time.perf_counter()
         for trainer in trainers:
@@ -202,11 +207,15 @@ def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> It
             loss_sums.add_(losses, alpha=x.shape[1])
             for trainer in trainers:
                 trainer._count(x.shape[1])
-                trainer.seconds += (time.perf_counter() - begin) / len(trainers)
+            count_since(begin)
             yield
             begin = time.perf_counter()
+        loss_sums.cpu()  # a GPU has steps to do that were only launched so far
+        count_since(begin)
+        begin = time.perf_counter()
         for trainer in trainers:
             trainer._finish_epoch()
+        count_since(begin)
         yield
 
 

@@ -175,7 +175,7 @@ def gather_blocks(
         itemsize: Bytes of an element.
     """
     block_out = min(128, max(16, power_of_2(num_out)))
-    block_in = min(128 // itemsize if block_out in (16, 128) else 64, power_of_2(num_in))
+    block_in = min(128 // itemsize if block_out == 128 else 64, power_of_2(num_in))
     # Several taps at once where there are few channels, or the matrix products would be too short.
     taps = max(1, min(16 // block_in, power_of_2(size * size)))
     block_in = max(block_in, 16 // taps)
@@ -206,6 +206,9 @@ def gather_convolution(
     taps, block_p, block_in, block_out, warps, stages = gather_blocks(
         num_in, num_out, size, triton.cdiv(size, classes) ** 2, x.element_size()
     )
+    others = classes * classes * groups * triton.cdiv(num_out, block_out)
+    while block_p > 64 and triton.cdiv(pixels, block_p) * others < 128:
+        block_p //= 2  # few pixels are cut finer: a large GPU has so many multiprocessors
     grid = (triton.cdiv(pixels, block_p) * classes * classes, groups, triton.cdiv(num_out, block_out))
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _gather_kernel[grid](

@@ -132,7 +132,7 @@ def backward(dz: Tensor, x: Tensor, vectors: Vectors, r: Tensor, dx: Tensor, sum
     rows = power_of_2(x.shape[2] * x.shape[3])
     block = min(32, max(8, 16384 // rows), power_of_2(x.shape[1]))
     grid, sizes = _sizes(x, vectors, rows, block)
-    warps = 8 if rows * block >= 16384 else 4 if rows * block >= 8192 else 2
+    warps = max(2, min(16, rows * block // 2048))
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _backward_kernel[grid](dz, x, *_rows(vectors), r, dx, sums, *sizes, num_warps=warps)
 

@@ -27,7 +27,8 @@ __all__ = ["Posterior", "clean_names", "preserved", "read_posterior"]
 class Posterior(Protocol):
     """A distribution over the weights of a model.
 
-    All parameters of the model are in `mean`, frozen ones too; those that are not sampled have `std` 0.
+    All parameters of the model are in `mean`, frozen ones too; those that are not sampled have `std` 0. Once it is made
+    its tensors are not to be changed: make another of changed ones.
     """
 
     kind: ClassVar[str]

@@ -129,10 +129,13 @@ class DiagonalGaussian(Posterior):
         names, theta = self.sampled_names, {}
         if names:
             sigma = [self.std[name] for name in names]
-            noise = [torch.randn(t.shape, generator=generator, device=generator.device, dtype=t.dtype) for t in sigma]
+            drawn = [
+                torch.randn(t.shape, generator=generator, device=generator.device, dtype=t.dtype).to(t.device)
+                for t in sigma
+            ]
             # All at once: on a GPU it takes longer to launch them one by one than to compute them.
-            offsets = torch._foreach_mul(sigma, [z.to(t.device) for z, t in zip(noise, sigma, strict=True)])
-            drawn = torch._foreach_add(offsets, [self.mean[name] for name in names])
+            torch._foreach_mul_(drawn, sigma)
+            torch._foreach_add_(drawn, [self.mean[name] for name in names])
             theta = dict(zip(names, drawn, strict=True))
         return {name: theta[name].to(mean.dtype) if name in theta else mean.clone() for name, mean in self.mean.items()}
 
