@@ -289,6 +289,25 @@ def test_batch_size_and_chunk_do_not_matter(batch_size, chunk, vectorise):
     assert_close(predict(model, q, x, num_samples=6), result)
 
 
+def watch_chunks(monkeypatch, too_large=lambda chunks: False):
+    """The sizes of the chunks that are tried from now on; those that `too_large` says find no memory."""
+    chunks = []
+    vmap = torch.vmap
+
+    def watched(function):
+        def run(stack):
+            chunks.append(len(stack["0.bias"]))
+            if too_large(chunks):
+                raise torch.OutOfMemoryError("no room")
+            return vmap(function)(stack)
+
+        return run
+
+    monkeypatch.setattr(torch, "vmap", watched)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return chunks
+
+
 def test_chunk_is_chosen_by_memory(monkeypatch):
     model, x = seeded(mlp), vectors(5)
     q = gaussian(model)
@@ -299,9 +318,7 @@ def test_chunk_is_chosen_by_memory(monkeypatch):
     for hook in hooks:
         hook.remove()
     size = sum(p.numel() * 8 for p in model.parameters()) + 4 * max(sizes)
-    seen = []
-    vmap = torch.vmap
-    monkeypatch.setattr(torch, "vmap", lambda f: lambda stack: seen.append(len(stack["0.bias"])) or vmap(f)(stack))
+    seen = watch_chunks(monkeypatch)
     for room, chunks in ((5 * size, [5]), (3 * size - 1, [2, 2, 1]), (0, [1] * 5)):
         monkeypatch.setattr(passes, "_room", lambda device, room=room: room)
         seen.clear()
@@ -320,9 +337,7 @@ def test_samples_in_several_chunks_are_drawn_once_if_there_is_room_for_them(room
     sample = q.sample
     monkeypatch.setattr(q, "sample", lambda generator: drawn.append(1) or sample(generator))
     monkeypatch.setattr(passes, "_room", lambda device: room)
-    seen = []
-    vmap = torch.vmap
-    monkeypatch.setattr(torch, "vmap", lambda f: lambda stack: seen.append(len(stack["0.bias"])) or vmap(f)(stack))
+    seen = watch_chunks(monkeypatch)
     assert_close(expected, predict(model, q, x, num_samples=100, batch_size=4, vectorise=True))
     assert max(seen) < 100
     assert sum(seen) == 300
@@ -340,20 +355,7 @@ def test_a_chunk_that_does_not_fit_is_halved(monkeypatch):
     model, x = seeded(mlp), vectors(5)
     q = gaussian(model)
     everything = predict(model, q, x, num_samples=8)
-    tried = []
-    vmap = torch.vmap
-
-    def small(function):
-        def run(stack):
-            tried.append(len(stack["0.bias"]))
-            if tried[-1] > 2:
-                raise torch.OutOfMemoryError("no room")
-            return vmap(function)(stack)
-
-        return run
-
-    monkeypatch.setattr(torch, "vmap", small)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    tried = watch_chunks(monkeypatch, too_large=lambda chunks: chunks[-1] > 2)
     result = predict(model, q, x, num_samples=8, vectorise=True)
     assert result.computed_by == "vmap"
     assert tried == [8, 4, 2, 2, 2, 2]
@@ -364,22 +366,9 @@ def test_samples_that_were_kept_make_room_before_it_gives_up(monkeypatch):
     model, x = seeded(mlp), vectors(500)
     q = gaussian(model)
     everything = predict(model, q, x, num_samples=3)
-    tried = []
-    vmap = torch.vmap
-
-    def full_once(function):
-        def run(stack):
-            tried.append(len(stack["0.bias"]))
-            if len(tried) == 1:
-                raise torch.OutOfMemoryError("no room")
-            return vmap(function)(stack)
-
-        return run
-
+    tried = watch_chunks(monkeypatch, too_large=lambda chunks: len(chunks) == 1)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     monkeypatch.setattr(passes, "_room", lambda device: 6 * weights)  # for three samples, and one pass
-    monkeypatch.setattr(torch, "vmap", full_once)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     result = predict(model, q, x, num_samples=3, batch_size=500, vectorise=True)
     assert result.computed_by == "vmap"
     assert tried == [1, 1, 1, 1]

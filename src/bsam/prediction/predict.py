@@ -111,8 +111,8 @@ def predict(
         seed: Seed of the samples.
         chunk: How many samples run in one vmapped pass, or are held by a loop. It multiplies the memory for weights and
             activations. By default as many as fit into half of a GPU's free memory, or 256 MB on the CPU, and 64 at
-            most if they are compiled. Samples are drawn once if there is room for the weights of all, else for each
-            batch.
+            most if they are compiled. Samples are drawn once if there is room for the weights of all, or the `chunk`
+            given is all of them, else for each batch.
         batch_size: The most examples of a batch where tensors are cut, which is done evenly.
         likelihood: `"categorical"`: outputs are logits (n, K). `"bernoulli"`: logits (n,) or (n, 1) of class 1 of
             two. `"gaussian"`: outputs (n,) or (n, D) are means of real targets.

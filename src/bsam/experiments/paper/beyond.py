@@ -44,7 +44,16 @@ class Beyond:
 
 def contents() -> dict[str, dict[str, Any]]:
     """What `beyond.toml` holds, by preset."""
-    return tomllib.loads((files("bsam.experiments.paper") / "beyond.toml").read_text(encoding="utf-8"))
+    rows = {}
+    text = (files("bsam.experiments.paper") / "beyond.toml").read_text(encoding="utf-8")
+    for name, row in tomllib.loads(text).items():
+        if "methods" not in row:
+            rows[name] = row
+        for method, label in row.get("methods", {}).items():
+            settings = {"method": method, **row["settings"]}
+            written = {"label": row["label"].replace("*", label), "like": label, "settings": settings}
+            rows[name.replace("*", method)] = {**row, **written}
+    return rows
 
 
 @cache
