@@ -347,6 +347,26 @@ def test_a_state_may_be_loaded_between_steps(name):
     assert run.addresses() == addresses
 
 
+def test_parameters_of_vogn_start_each_by_itself():
+    """The first step of a parameter has no noise, and begins its curvature: also beside others that have begun."""
+    together, alone = ([Run("VOGN", seed=seed) for seed in (3, 5)] for _ in range(2))
+    batches = batches_of("mlp", 2)
+    step = stacked(together, batches)
+    for run, batch in zip(alone, batches, strict=True):
+        run.loop(*batch)
+    for number, (run, other) in enumerate(zip(alone, together, strict=True)):
+        saved = run.state()
+        saved["optimizer"]["state"][number + 1]["step"].zero_()
+        for each in (run, other):
+            each.model.load_state_dict(saved["model"])
+            each.optimizer.load_state_dict(saved["optimizer"])
+    for _ in range(2):
+        losses = step(*stack(batches))
+        assert_close(list(losses), [run.loop(*batch) for run, batch in zip(alone, batches, strict=True)])
+    for one, other in zip(together, alone, strict=True):
+        assert_close(one.state(), other.state())
+
+
 def test_weights_and_buffers_that_were_replaced_are_taken_over():
     run, plain = Run("BSAM", "normalised"), Run("BSAM", "normalised")
     batch = make_batch("normalised", 16)
@@ -815,8 +835,9 @@ def test_every_replay_has_fresh_noise():
 
 @pytest.mark.gpu
 @on_cuda
-def test_the_sampling_kernel_draws_what_the_optimizer_draws():
-    runs = [on_gpu("BSAM", seed=seed) for seed in (0, 7)]
+@pytest.mark.parametrize("name", ["BSAM", "VOGN"])
+def test_the_sampling_kernel_draws_what_the_optimizer_draws(name):
+    runs = [on_gpu(name, seed=seed) for seed in (0, 7)]
     step = stacked(runs, [gpu_batch()] * 2, compile=False)
     for _ in range(2):
         step(*stack([gpu_batch()] * 2))
@@ -929,8 +950,9 @@ def test_a_captured_step_that_is_not_finite_raises_soon(name):
 @pytest.mark.gpu
 @on_cuda
 @pytest.mark.usefixtures("_ieee")
-def test_captured_runs_together_are_each_alone():
-    together, alone = ([on_gpu("BSAM", seed=seed) for seed in (0, 1)] for _ in range(2))
+@pytest.mark.parametrize("name", ["BSAM", "VOGN"])
+def test_captured_runs_together_are_each_alone(name):
+    together, alone = ([on_gpu(name, seed=seed) for seed in (0, 1)] for _ in range(2))
     batches = [gpu_batch(0), gpu_batch(1)]
     step = stacked(together, batches, compile=True)
     losses = step(*stack(batches))

@@ -16,12 +16,24 @@ from torch import Tensor
 
 from bsam.optim.probing import Slot
 
-__all__ = ["Pack", "make_packs"]
+__all__ = ["Pack", "PackSlot", "make_packs"]
 
 ALIGNMENT = 4
 """Parameters begin at multiples of so many elements, for wide loads."""
 LARGE = 2**21
 """From so many elements on a parameter is a pack of its own: it fills the device alone."""
+
+
+@dataclass
+class PackSlot(Slot):
+    """A pack in the place of a parameter, in the formulas of a method."""
+
+    owners: Tensor | None = None
+    """Which of its parameters each element belongs to; None if it has but one, or nobody asks."""
+
+    def per_element(self, value: Tensor) -> Tensor:
+        """Of one number for each parameter of the pack, one for each element."""
+        return value if self.owners is None else value.index_select(-1, self.owners)
 
 
 @dataclass
@@ -74,6 +86,12 @@ class Pack:
         start = self.offsets[place]
         return buffer[run, start : start + self.sizes[place]].view(self.shapes[place])
 
+    def owners(self) -> Tensor:
+        """Which of its parameters each element belongs to, those that fill up included."""
+        padded = torch.tensor([*self.offsets[1:], self.numel]) - torch.tensor(self.offsets)
+        numbers = torch.arange(len(padded), dtype=torch.int32)
+        return numbers.repeat_interleave(padded).to(self.weights.device)
+
     # ------------------------------------------------------------------ in a traced step, for one run and one split
 
     def unpack(self, flat: Tensor) -> dict[str, Tensor]:
@@ -95,12 +113,12 @@ class Pack:
         return torch.cat(pieces)
 
 
-def make_packs(runs: list[list[Slot]], names: list[str], *, large: int = LARGE) -> list[Pack]:
+def make_packs(runs: list[list[Slot]], names: list[str]) -> list[Pack]:
     """Pack the slots of all runs: by group and type, each large parameter by itself."""
     places: dict[Any, list[int]] = {}
     for place, slot in enumerate(runs[0]):
         key = (id(slot.group), slot.parameter.dtype, slot.parameter.device)
-        places.setdefault((key, place) if slot.parameter.numel() >= large else key, []).append(place)
+        places.setdefault((key, place) if slot.parameter.numel() >= LARGE else key, []).append(place)
     return [
         Pack([[slots[p] for p in chosen] for slots in runs], [names[p] for p in chosen]) for chosen in places.values()
     ]

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from bsam.engine import checks
 from bsam.engine.methods import Method, TorchStep, method_of
-from bsam.engine.packs import LARGE, Pack, make_packs
+from bsam.engine.packs import Pack, PackSlot, make_packs
 from bsam.engine.watch import Watch
 from bsam.forward import map_tensors
 from bsam.gradients import LossFunction, LossModule, keys_of
@@ -131,8 +131,13 @@ class TrainStep:
         names = [key for key, found in zip(keys[0], reached, strict=True) if found]
         left = [[slot for slot, found in zip(own, reached, strict=True) if not found] for own in slots]
         method._warn_of_unseen(left[0], stacklevel=3)
-        # VOGN asks each parameter whether it has taken a step: one a pack.
-        self._packs = make_packs(kept, names, large=0 if isinstance(method, VOGN) else LARGE)
+        self._packs = make_packs(kept, names)
+        self._owners = {
+            number: pack.owners()
+            for number, pack in enumerate(self._packs)
+            if isinstance(method, VOGN) and len(pack.names) > 1
+        }
+        """Of VOGN's packs, which asks for each element whether its parameter has taken a step: see `PackSlot`."""
         self._group_of = [_position(pack.runs[0][0].group, method.param_groups) for pack in self._packs]
         """The number of each pack's group."""
         self._places = [
@@ -248,28 +253,28 @@ class TrainStep:
         given = pytree.tree_unflatten(list(flat), self._spec)
         outputs = {name: given[name] for name in ("weights", "state", "buffers", "losses", "refused", "gradients")}
         read = {name: given[name] for name in ("theta", "weights", "state", "buffers", "batch")}
+        shared = {name: given[name] for name in ("rates", "owners")}
         if len(self.optimizers) == 1:
-            results = pytree.tree_map(
-                lambda t: t[None], self._one(pytree.tree_map(lambda t: t[0], read), given["rates"])
-            )
+            results = pytree.tree_map(lambda t: t[None], self._one(pytree.tree_map(lambda t: t[0], read), **shared))
         else:
-            results = torch.vmap(lambda each: self._one(each, given["rates"]), randomness="different")(read)
+            results = torch.vmap(lambda each: self._one(each, **shared), randomness="different")(read)
         given["skipped"].add_(results["refused"].long())
         for name, target in outputs.items():
             for to, value in zip(pytree.tree_leaves(target), pytree.tree_leaves(results[name]), strict=True):
                 to.copy_(value)
         return []
 
-    def _one(self, given: dict[str, Any], rates: Tensor) -> dict[str, Any]:
+    def _one(self, given: dict[str, Any], rates: Tensor, owners: dict[int, Tensor]) -> dict[str, Any]:
         """The step of one run, as formulas."""
         method = self._methods[0]
-        slots = []
-        for pack, index, weights, state in zip(
-            self._packs, self._group_of, given["weights"], given["state"], strict=True
+        slots: list[Slot] = []
+        for number, (pack, index, weights, state) in enumerate(
+            zip(self._packs, self._group_of, given["weights"], given["state"], strict=True)
         ):
             own = {name: value.clone() for name, value in state.items()}  # written to, as is the parameter
             group = self._group(method.param_groups[index], rates[index])
-            slots.append(Slot(pack.runs[0][0].index, weights.clone(), group, weights, own))
+            first = pack.runs[0][0].index
+            slots.append(PackSlot(first, weights.clone(), group, weights, own, owners=owners.get(number)))
         drawn = iter(given["theta"])
         theta = [
             next(drawn) if sampled else slot.mean.expand(self._splits, *slot.mean.shape)
@@ -342,6 +347,7 @@ class TrainStep:
             "buffers": self._buffers,
             "batch": self._batch,
             "rates": self._rates,
+            "owners": self._owners,
             "losses": self._losses,
             "skipped": self._skipped,
             "refused": self._refused,
@@ -367,7 +373,8 @@ class TrainStep:
 
                 method, index = self._gaussians[0], self._group_of[place]
                 group = self._group(method.param_groups[index], self._rates[index])
-                s = method._noise_precision(Slot(0, pack.weights, group, pack.weights, pack.state))
+                owners = self._owners.get(place)
+                s = method._noise_precision(PackSlot(0, pack.weights, group, pack.weights, pack.state, owners=owners))
                 N, steps = method.effective_num_data, pack.state["step"]
                 sample_posterior(theta, pack.weights, s, self._tables[i], steps, self._seeds, N, 0)
                 continue

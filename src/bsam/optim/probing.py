@@ -41,6 +41,10 @@ class Slot:
         """The type of its statistics and state: float32 for 16-bit weights."""
         return torch.promote_types(self.parameter.dtype, torch.float32)
 
+    def per_element(self, value: Tensor) -> Tensor:
+        """What is one number a parameter, in a shape that goes with its elements."""
+        return value
+
 
 class Gradients(Protocol):
     """Gives the gradients of one sub-batch at given weights: `GradAt` in a loop, `GradAtStack` under vmap."""

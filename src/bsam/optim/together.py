@@ -136,9 +136,12 @@ class GradAtStack:
         return found
 
     def moments(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Mean and mean square of the gradients of the examples, one tensor a slot each; buffers do not move."""
+        """Mean and mean square of the gradients of the examples, one tensor a slot each; buffers do not move.
 
-        def one(weights: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        All sub-batches are averaged at once: the stack along dimension 0 is of one.
+        """
+
+        def one(weights: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], Tensor]:
             named = self._unpack(weights)
 
             def gradient(*example: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -152,14 +155,15 @@ class GradAtStack:
                 with without_autocast(loss.device):
                     return list(pullback(torch.ones_like(loss))), loss
 
-            gradients, losses = _vmap(gradient)(*rows)
-            mean, square = [g.mean(0) for g in gradients], [g.square().mean(0) for g in gradients]
-            return self._pack(mean), self._pack(square), losses.mean()
+            found: tuple[list[Tensor], Tensor] = _vmap(gradient)(*rows)
+            return found
 
         with self._layers(self._tensors):
-            means, squares, losses = _vmap(one)(list(weights), self._tensors)
-        self.losses.append(losses.detach())
-        return [mean.detach() for mean in means], [square.detach() for square in squares]
+            gradients, losses = _vmap(one)(list(weights), self._tensors)  # (splits, examples, ...)
+        self.losses.append(losses.detach().mean(1))
+        means = self._pack([g.detach().mean((0, 1)) for g in gradients])
+        squares = self._pack([g.detach().square().mean((0, 1)) for g in gradients])
+        return [mean[None] for mean in means], [square[None] for square in squares]
 
     def per_split(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function of one sub-batch's tensors for those of all."""

@@ -228,10 +228,13 @@ class VOGN(GaussianOptimizer):
     def _noise_precision(self, slot: Slot) -> Tensor:
         rates = self._rates(slot.group)
         precision = unit_precision(slot.state["curvature"], rates["delta"], rates["gamma"])
-        return torch.where(slot.state["step"] > 0, precision, torch.inf)  # lines 1, 3
+        return torch.where(self._started(slot), precision, torch.inf)  # lines 1, 3
 
     def _theta(self, slot: Slot, split: int) -> Tensor:
-        return torch.where(slot.state["step"] > 0, self._sample(slot, split), slot.mean)  # lines 1, 3
+        return torch.where(self._started(slot), self._sample(slot, split), slot.mean)  # lines 1, 3
+
+    def _started(self, slot: Slot) -> Tensor:
+        return slot.per_element(slot.state["step"] > 0)
 
     def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
         g_hat, h_hat = grad_at.moments(theta)  # lines 4 to 6
@@ -247,7 +250,7 @@ class VOGN(GaussianOptimizer):
                 state["curvature"],
                 g_hat,
                 h_hat,
-                started=state["step"] > 0,
+                started=self._started(slot),
                 **self._rates(slot.group),
             )
             self._move(slot, mu, {"momentum": m, "curvature": s}, accept)
