@@ -180,7 +180,7 @@ def bsam_arithmetic(width: int = 768) -> Measure:
     def sample() -> None:
         for pack, to, table in zip(packs, theta, tables, strict=True):
             s, steps = pack.state["unit_precision"], pack.state["step"]
-            sample_posterior(to, pack.weights, s, table, steps, seeds, 1e6, 0)
+            sample_posterior(to, pack.weights, s, table, steps, seeds, 1e6)
 
     def whole() -> None:
         sample()

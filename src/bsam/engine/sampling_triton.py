@@ -22,7 +22,7 @@ BLOCK = 4 * QUADS
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sample_kernel(  # type: ignore[no-untyped-def]
-    theta, omega, s, table, steps, seeds, N, numel, num_parameters, first_split, splits, QUADS: tl.constexpr
+    theta, omega, s, table, steps, seeds, N, numel, num_parameters, splits, QUADS: tl.constexpr
 ):
     block, split, run = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     entry = table + block * 5
@@ -33,7 +33,7 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
     numel = tl.multiple_of(numel, 4)
     step = tl.load(steps + run * num_parameters + place).to(tl.int32)
     quad = (local // 4).to(tl.int32) + tl.arange(0, QUADS)
-    z1, z2, z3, z4 = four_normals(tl.load(seeds + run), quad, step, first_split + split, parameter)
+    z1, z2, z3, z4 = four_normals(tl.load(seeds + run), quad, step, split, parameter)
     z = tl.interleave(tl.interleave(z1, z3), tl.interleave(z2, z4))
     i = tl.arange(0, 4 * QUADS)
     mask = local + i < size
@@ -62,7 +62,7 @@ def block_table(indices: list[int], offsets: list[int], sizes: list[int], device
 
 
 def sample_posterior(
-    theta: Tensor, omega: Tensor, s: Tensor, table: Tensor, steps: Tensor, seeds: Tensor, N: float, first_split: int
+    theta: Tensor, omega: Tensor, s: Tensor, table: Tensor, steps: Tensor, seeds: Tensor, N: float
 ) -> None:
     """Write omega + e with e ~ N(0, 1 / (N s)) into theta.
 
@@ -74,10 +74,9 @@ def sample_posterior(
         steps: How many steps each parameter of each run has taken, (runs, parameters).
         seeds: Of the runs.
         N: Number of examples.
-        first_split: Index of the first split, counted over all ranks.
     """
     runs, splits, numel = theta.shape
     with torch.cuda.device_of(theta):  # type: ignore[no-untyped-call]
         _sample_kernel[(len(table), splits, runs)](
-            theta, omega, s, table, steps, seeds, N, numel, steps.shape[1], first_split, splits, QUADS
+            theta, omega, s, table, steps, seeds, N, numel, steps.shape[1], splits, QUADS
         )

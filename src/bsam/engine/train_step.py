@@ -376,7 +376,7 @@ class TrainStep:
                 owners = self._owners.get(place)
                 s = method._noise_precision(PackSlot(0, pack.weights, group, pack.weights, pack.state, owners=owners))
                 N, steps = method.effective_num_data, pack.state["step"]
-                sample_posterior(theta, pack.weights, s, self._tables[i], steps, self._seeds, N, 0)
+                sample_posterior(theta, pack.weights, s, self._tables[i], steps, self._seeds, N)
                 continue
             for run, (own, slots) in enumerate(zip(self._gaussians, pack.runs, strict=True)):
                 for slot, start, size in zip(slots, pack.offsets, pack.sizes, strict=True):
