@@ -280,6 +280,19 @@ def test_on_cuda():
     assert_close(mean, predict(model.cpu(), q, x, num_samples=0), 1e-10)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_compiled_on_cuda():
+    """Captured passes, samples of another posterior in the second call, and a last batch that is smaller."""
+    model, x, y = seeded(ConvNet).cuda(), images(30), classes(30)
+    for std in (0.1, 0.3):
+        q = gaussian(model, std)
+        options = {"num_samples": 6, "batch_size": 8, "chunk": 4}
+        compiled = predict(model, q, (x, y), vectorise=True, compile=True, **options)
+        assert compiled.computed_by == "vmap"
+        assert_close(compiled, predict(model, q, (x, y), vectorise=False, **options), 1e-10)
+
+
 @pytest.mark.parametrize(("batch_size", "chunk"), [(1, None), (7, 1), (7, 3), (512, 4), (30, 6), (30, 100)])
 @pytest.mark.parametrize("vectorise", [True, False])
 def test_batch_size_and_chunk_do_not_matter(batch_size, chunk, vectorise):

@@ -105,10 +105,14 @@ def test_policies_that_go_from_split_to_split_need_the_loop(name, policy):
     assert_same(snapshot(model, asked), before)
 
     other = make_network("normalised")
-    free = OPTIMIZERS[name](other.parameters(), **{**options, "module": other})  # no warning: warnings are errors
+    free = OPTIMIZERS[name](other.parameters(), **{**options, "module": other})
     loop = OPTIMIZERS[name](model.parameters(), vectorise=False, **options)
-    for batch in batches_of("normalised", count=2):
-        free.step(mean_loss(other), *batch)
+    first, second = batches_of("normalised", count=2)
+    with pytest.warns(UserWarning, match=f"computed in a loop, because batch_norm='{policy}' moves") as warned:
+        free.step(mean_loss(other), *first)
+    assert warned[0].filename == __file__
+    free.step(mean_loss(other), *second)  # once: warnings are errors
+    for batch in (first, second):
         loop.step(mean_loss(model), *batch)
     assert_same(other.state_dict(), model.state_dict())
 

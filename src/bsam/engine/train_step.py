@@ -45,8 +45,8 @@ class TrainStep:
     Schedulers, checkpoints and resuming work as before: weights and state are the model's and the optimizer's own. A
     batch of another shape than the example, or a model in another mode (`eval()`, frozen parameters) than when the step
     was made, goes through the plain loop. A step that meets a loss or gradient that is not finite is left out, on the
-    device; with `nonfinite="raise"` the error comes as soon as the device has said so, which may be a few steps later.
-    `p.grad` is left alone, unless a torch optimizer needs it.
+    device; with `nonfinite="raise"` the error comes as soon as the device has said so, which may be a few steps later,
+    or when `check()` asks. `p.grad` is left alone, unless a torch optimizer needs it.
 
     Several runs can be trained together: give a list of optimizers, each with a model of its own and of the same
     architecture, a list of loss functions, and batches with a dimension of runs in front. One step is one step of
@@ -235,6 +235,11 @@ class TrainStep:
         if self._watch is not None:
             self._watch.look(self._skipped)
         return self._losses.clone() if self._stacked else self._losses[0].clone()
+
+    def check(self) -> None:
+        """Wait for the device, and raise if it left out a step and `nonfinite="raise"`; for the end of training."""
+        if self._watch is not None:
+            self._watch.look(self._skipped, wait=True)
 
     def _loop(self, stacked: tuple[Any, ...]) -> Tensor:
         """The step of a batch of another shape: each run by itself. All take it before an error is raised."""

@@ -24,10 +24,13 @@ class Watch:
         self._event: Any = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
         self._asked = False
 
-    def look(self, skipped: Tensor) -> None:
-        """Ask for the count."""
-        if self._event is None:
+    def look(self, skipped: Tensor, *, wait: bool = False) -> None:
+        """Ask for the count; with `wait`, and where there is nothing to wait for, raise at once as `check` does."""
+        if self._event is None or wait:
             self._seen.copy_(skipped)
+            if self._event is not None:
+                self._event.record()
+                self._event.synchronize()
             self._asked = True
             self.check()
         elif not self._asked:

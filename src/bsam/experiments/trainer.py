@@ -211,6 +211,8 @@ def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> It
             yield
             begin = time.perf_counter()
         loss_sums.cpu()  # a GPU has steps to do that were only launched so far
+        if isinstance(step, bsam.TrainStep):
+            step.check()
         count_since(begin)
         begin = time.perf_counter()
         for trainer in trainers:

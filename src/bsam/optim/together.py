@@ -5,7 +5,8 @@ of m weights and m sub-batches. The model's weights and buffers are handed to th
 so it must look them up in the module when it is called. BatchNorm's buffers are stacked too: each split has its own,
 and those of the first are kept (the policy `"first_split"`).
 
-Where this cannot be done the loop does it, after one warning that says why.
+Where this cannot be done the loop does it, after one warning that says why; a batch that is not cut evenly goes there
+without one.
 """
 
 from __future__ import annotations
@@ -161,8 +162,9 @@ class GradAtStack:
         with self._layers(self._tensors):
             gradients, losses = _vmap(one)(list(weights), self._tensors)  # (splits, examples, ...)
         self.losses.append(losses.detach().mean(1))
-        means = self._pack([g.detach().mean((0, 1)) for g in gradients])
-        squares = self._pack([g.detach().square().mean((0, 1)) for g in gradients])
+        wide = [g.detach().to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+        means = self._pack([g.mean((0, 1)) for g in wide])
+        squares = self._pack([g.square().mean((0, 1)) for g in wide])
         return [mean[None] for mean in means], [square[None] for square in squares]
 
     def per_split(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,6 +202,7 @@ class Together:
 
     def __init__(self) -> None:
         self.off = False
+        self._warned = False
         self._checked: Any = None  # the code of the last loss function: whether it can be done does not change
 
     def probe(
@@ -215,8 +218,13 @@ class Together:
             raise ValueError("vectorise=True needs the model: make the optimizer with module=model.")
         reason = why_not(module, optimizer._option("batch_norm"), parts)
         if reason is not None:
-            if asked and len({size for _, size in parts}) == 1:  # a ragged last batch is no mistake
+            if len({size for _, size in parts}) > 1:  # a ragged last batch is no mistake
+                return None
+            if asked:
                 raise ValueError(f"vectorise=True cannot be had: {reason}.")
+            if not self._warned:
+                warnings.warn(f"the splits are computed in a loop, because {reason}.", stacklevel=6)
+                self._warned = True
             return None
         buffers = bn.BufferSnapshot(bn.all_buffers(module))
         try:
