@@ -9,10 +9,12 @@ ratio within a round, and its quartiles say how sure it is.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 import warnings
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch.nn.functional as F
 import bsam
 from bsam.experiments.models import make_model
 from bsam.experiments.record import environment, write_json
+from bsam.noise import standard_normal
 
 ROUNDS, STEPS = 100, 5
 
@@ -58,6 +61,7 @@ def main() -> None:
         "ms": medians,
         "ratio_to_adam": {name: {"median": q[1], "quartiles": [q[0], q[2]]} for name, q in ratios.items()},
         "environment": environment(),
+        "peers": {name: version(name) for name in ("ivon-opt", "pytorch_optimizer")},
     }
     for name, (low, middle, high) in ratios.items():
         print(f"{name:28} {medians[name]:7.2f} ms {middle:6.2f} x Adam [{low:.2f}, {high:.2f}]")
@@ -90,11 +94,38 @@ def ours(make: Callable[[Any], Any]) -> Callable[..., Callable[[], Any]]:
     return prepare
 
 
-def compiled(x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
+def compiled(make: Callable[[Any], Any]) -> Callable[..., Callable[[], Any]]:
+    def prepare(x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
+        model = make_model("mlp", num_classes=10, image_shape=(1, 28, 28), seed=0)
+        step = bsam.TrainStep(make(model), lambda x, y: F.cross_entropy(model(x), y), (x, y), module=model)
+        return lambda: step(x, y)
+
+    return prepare
+
+
+def gradient(x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
+    """A part of every step: one gradient, of which bSAM takes two."""
     model = make_model("mlp", num_classes=10, image_shape=(1, 28, 28), seed=0)
-    optimizer = bsam.BSAM(model.parameters(), lr=0.1, num_data=60_000, module=model)
-    step = bsam.TrainStep(optimizer, lambda x, y: F.cross_entropy(model(x), y), (x, y))
-    return lambda: step(x, y)
+
+    def step() -> None:
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+
+    return step
+
+
+def noise(x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
+    """A part of bSAM's step: its normal numbers."""
+    model = make_model("mlp", num_classes=10, image_shape=(1, 28, 28), seed=0)
+    shapes = [p.shape for p in model.parameters()]
+    steps = itertools.count()
+
+    def step() -> None:
+        k = next(steps)
+        for i, shape in enumerate(shapes):
+            standard_normal(0, k, 0, i, shape, device=torch.device("cpu"), dtype=torch.float32)
+
+    return step
 
 
 def ivon(x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
@@ -133,7 +164,10 @@ CONTESTANTS: dict[str, Callable[..., Callable[[], Any]]] = {
     "Adam": plain(lambda p: torch.optim.Adam(p, lr=1e-3)),
     "SGD": plain(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
     "BSAM": ours(lambda m: bsam.BSAM(m.parameters(), lr=0.1, num_data=60_000, module=m)),
-    "BSAM, compiled (TrainStep)": compiled,
+    "BSAM, compiled (TrainStep)": compiled(lambda m: bsam.BSAM(m.parameters(), lr=0.1, num_data=60_000, module=m)),
+    "Adam, compiled (TrainStep)": compiled(lambda m: torch.optim.Adam(m.parameters(), lr=1e-3)),
+    "one gradient": gradient,
+    "the noise of one step": noise,
     "SAM (SGD)": ours(lambda m: bsam.SAM(m.parameters(), torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9, module=m)),
     "IVON (ivon-opt)": ivon,
     "SAM (pytorch_optimizer)": peer_sam,

@@ -2,24 +2,27 @@
 
     python benchmarks/engine.py --out results/engine.json
 
-Each measurement is a process of its own (`workers.py`). Peers that are not installed (ivon-opt, jax) are left out, and
-said so in the record.
+Each measurement is a process of its own (`workers.py`). Peers that are not installed (ivon-opt, pytorch_optimizer, jax)
+are left out, and said so in the record. `--profile` adds the kernels of each training step.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from workers import Build, Measure, main
+from workers import Build, Measure, main, profiles
 
 import bsam
+from bsam.engine.tracing import Captured
 from bsam.experiments.models import make_model
 
 
@@ -43,12 +46,84 @@ def milliseconds_per_call(call: Callable[[], Any], *, calls: int = 20, repeats: 
 
 
 def make_optimizer(method: str, model: nn.Module, splits: int, seed: int = 0) -> torch.optim.Optimizer:
-    if method == "bsam":
-        return bsam.BSAM(model.parameters(), lr=0.1, num_data=50_000, splits=splits, module=model, seed=seed)
-    if method == "sam":
-        sgd = {"lr": 0.1, "momentum": 0.9}
-        return bsam.SAM(model.parameters(), torch.optim.SGD, rho=0.05, splits=splits, module=model, **sgd)
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    parameters, sgd = model.parameters(), {"lr": 0.1, "momentum": 0.9}
+    match method:
+        case "bsam":
+            return bsam.BSAM(parameters, lr=0.1, num_data=50_000, splits=splits, module=model, seed=seed)
+        case "vogn":
+            return bsam.VOGN(parameters, lr=0.001, num_data=50_000, splits=splits, module=model, seed=seed)
+        case "sam":
+            return bsam.SAM(parameters, torch.optim.SGD, rho=0.05, splits=splits, module=model, **sgd)
+        case "sgd":
+            return torch.optim.SGD(parameters, fused=True, **sgd)
+        case "adamw":
+            return torch.optim.AdamW(parameters, lr=1e-3, fused=True, capturable=True)
+    raise ValueError(f"there is no method {method!r}.")
+
+
+def make_batch(network: str, batch: int, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
+    """A network and images for it, as cuDNN likes them best."""
+    model = make_model(network, num_classes=10, image_shape=(3, 32, 32), seed=seed).cuda()
+    x = torch.randn(batch, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+    return model.to(memory_format=torch.channels_last), x, torch.randint(10, (batch,), device="cuda")
+
+
+def compiled_loss(model: nn.Module, precision: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Forward and backward pass compiled, as one does without us."""
+
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bfloat16"):
+            logits = model(x)
+        return F.cross_entropy(logits.float(), y)
+
+    compiled: Callable[[Tensor, Tensor], Tensor] = torch.compile(loss_fn, dynamic=False)
+    return compiled
+
+
+def plain_step(method: str, *, network: str, batch: int, precision: str) -> Measure:
+    """A step of torch's optimizer without TrainStep: compiled passes, a fused update, all captured in one graph."""
+    model, x, y = make_batch(network, batch)
+    loss_fn = compiled_loss(model, precision)
+    optimizer = make_optimizer(method, model, splits=1)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss_fn(x, y))
+        optimizer.step()
+
+    captured = Captured(step, x.device, undo=lambda: None)
+    return lambda: {"precision": precision, "ms": milliseconds_per_call(captured), "kernels": kernels_of(captured)}
+
+
+def peer_step(name: str, *, network: str, batch: int, precision: str) -> Measure:
+    """A step of another package as its own pages write it, with compiled passes: not captured, and without splits."""
+    model, x, y = make_batch(network, batch)
+    loss_fn = compiled_loss(model, precision)
+    if name == "ivon":
+        import ivon
+
+        optimizer = ivon.IVON(model.parameters(), lr=0.1, ess=50_000)
+
+        def step() -> None:
+            with optimizer.sampled_params(train=True):
+                optimizer.zero_grad()
+                torch.autograd.backward(loss_fn(x, y))
+            optimizer.step()
+    else:
+        from pytorch_optimizer import SAM
+
+        optimizer = SAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9)
+
+        def step() -> None:
+            torch.autograd.backward(loss_fn(x, y))
+            optimizer.first_step(zero_grad=True)
+            torch.autograd.backward(loss_fn(x, y))
+            optimizer.second_step(zero_grad=True)
+
+    for _ in range(3):
+        step()
+    package = {"ivon": "ivon-opt", "sam": "pytorch_optimizer"}[name]
+    return lambda: {"precision": precision, "ms": milliseconds_per_call(step), package: version(package)}
 
 
 def training_step(
@@ -56,8 +131,6 @@ def training_step(
 ) -> Measure:
     """One captured step of `runs` runs together; least_groups=1: our convolutions also where there is one group."""
     models = [make_model(network, num_classes=10, image_shape=(3, 32, 32), seed=k).cuda() for k in range(runs)]
-    if method == "sgd" and least_groups == 2:
-        models = [model.to(memory_format=torch.channels_last) for model in models]  # what cuDNN likes best
     optimizers = [make_optimizer(method, model, splits, k) for k, model in enumerate(models)]
     x = torch.randn(runs, batch, 3, 32, 32, device="cuda")
     y = torch.randint(10, (runs, batch), device="cuda")
@@ -83,17 +156,16 @@ def training_step(
             "convolutions": "ours" if least_groups == 1 or splits * runs > 1 else "cuDNN",
             "ms": milliseconds,
             "ms_per_run": milliseconds / runs,
-            "kernels": kernel_table(lambda: step(x, y)) if PROFILE else None,
+            "kernels": kernels_of(lambda: step(x, y)),
         }
 
     return measure
 
 
-PROFILE = bool(os.environ.get("BSAM_BENCHMARK_PROFILE"))
-
-
-def kernel_table(call: Callable[[], Any], calls: int = 5) -> list[tuple[float, float, str]]:
-    """Microseconds, launches and name of the kernels of a call, the longest first."""
+def kernels_of(call: Callable[[], Any], calls: int = 5) -> list[tuple[float, float, str]] | None:
+    """Microseconds, launches and name of the kernels of a call, the longest first; None if nobody asked."""
+    if not profiles():
+        return None
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as found:
@@ -240,13 +312,16 @@ def ivon_arithmetic() -> Measure:
 # ------------------------------------------------------------------ memory, prediction
 
 
-def memory(vectorise: bool) -> Measure:
-    """Peak memory of `optimizer.step` beyond weights and state, in copies of the parameters; 8 splits."""
+def memory(vectorise: bool, tensors: int = 32, width: int = 1024) -> Measure:
+    """Peak memory of `optimizer.step` beyond weights and state, in copies of the parameters; 8 splits.
+
+    What is beyond whole copies are temporaries of one tensor, and activations: more and smaller tensors have less.
+    """
 
     def measure() -> dict[str, Any]:
-        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(32))).cuda()
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(tensors))).cuda()
         optimizer = bsam.BSAM(model.parameters(), num_data=1e4, splits=8, module=model, vectorise=vectorise)
-        x = torch.randn(16, 1024, device="cuda")
+        x = torch.randn(8, width, device="cuda")
         optimizer.step(lambda x: model(x).square().mean(), x)
         optimizer.zero_grad()
         torch.cuda.synchronize()
@@ -254,7 +329,8 @@ def memory(vectorise: bool) -> Measure:
         before = torch.cuda.memory_allocated()
         optimizer.step(lambda x: model(x).square().mean(), x)
         copies = (torch.cuda.max_memory_allocated() - before) / sum(4 * p.numel() for p in model.parameters())
-        return {"copies": copies, "vectorise": vectorise}
+        activations = len(x) * width * tensors / sum(p.numel() for p in model.parameters())
+        return {"copies": copies, "vectorise": vectorise, "tensors": tensors, "copies_of_activations": activations}
 
     return measure
 
@@ -349,18 +425,29 @@ MEASUREMENTS: dict[str, Build] = {
         for method, splits, runs, least in (
             ("bsam", 8, 1, 2),
             ("bsam", 8, 4, 2),
-            ("sgd", 1, 1, 2),
             ("sgd", 1, 1, 1),
         )
     },
+    **{
+        f"r20 {method} plain {precision}": functools.partial(plain_step, method, precision=precision, **R20)
+        for precision in ("bfloat16", "tf32")
+        for method in ("sgd", "adamw")
+    },
+    "r20 sam m=8 bfloat16": lambda: training_step("sam", splits=8, precision="bfloat16", **R20),
+    "r20 vogn m=16 bfloat16": lambda: training_step("vogn", splits=16, precision="bfloat16", **R20),
+    "r20 ivon bfloat16": lambda: peer_step("ivon", precision="bfloat16", **R20),
+    "r20 sam of pytorch_optimizer bfloat16": lambda: peer_step("sam", precision="bfloat16", **R20),
     "r18 bsam m=8": lambda: training_step("bsam", splits=8, **R18),
-    "r18 sgd": lambda: training_step("sgd", splits=1, **R18),
+    "r18 sgd ours": lambda: training_step("sgd", splits=1, least_groups=1, **R18),
+    "r18 sgd plain": lambda: plain_step("sgd", **R18),
     "r20 bsam m=8 jax": jax_structure,
     "arithmetic bsam": bsam_arithmetic,
     "arithmetic adamw": adamw_arithmetic,
     "arithmetic ivon": ivon_arithmetic,
     "memory loop": lambda: memory(False),
     "memory vmap": lambda: memory(True),
+    "memory loop, smaller tensors": lambda: memory(False, tensors=256, width=512),
+    "memory vmap, smaller tensors": lambda: memory(True, tensors=256, width=512),
     "predict bfloat16": lambda: prediction("bfloat16"),
     "predict tf32": lambda: prediction("tf32"),
 }

@@ -26,6 +26,7 @@ Measure = Callable[[], dict[str, Any]]
 Build = Callable[[], Measure]
 
 READY = "ready"
+PROFILE = "BSAM_BENCHMARK_PROFILE"
 
 
 def main(measurements: dict[str, Build], *, description: str | None, out: str) -> None:
@@ -35,8 +36,11 @@ def main(measurements: dict[str, Build], *, description: str | None, out: str) -
     parser.add_argument("--only", nargs="*", default=[], help="Names, or beginnings of them.")
     parser.add_argument("--builds", type=int, default=5, help="How many are built at a time.")
     parser.add_argument("--resume", action="store_true", help="Keep what --out has, add the rest.")
+    parser.add_argument("--profile", action="store_true", help="Also record the kernels of each training step.")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.profile:
+        os.environ[PROFILE] = "1"  # for the workers
     if arguments.worker:
         work(measurements[arguments.worker])
         return
@@ -53,6 +57,11 @@ def main(measurements: dict[str, Build], *, description: str | None, out: str) -
     left = [name for name in chosen if name not in kept]
     for start in range(0, len(left), arguments.builds):
         run_wave(left[start : start + arguments.builds], record, arguments.out)
+
+
+def profiles() -> bool:
+    """Whether the kernels are asked for."""
+    return PROFILE in os.environ
 
 
 def measured_before(path: Path, found: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 import re
 from pathlib import Path
 
-from bsam.experiments import demo
+from bsam.experiments import demo, speeds
 from bsam.experiments.comparison import TABLES, compare
 from bsam.experiments.reproduce.show import block_markdown, comparison_markdown, study_markdown, tuning_markdown
 
@@ -32,8 +32,8 @@ def render(name: str, results: Path) -> str:
     """A table in Markdown.
 
     Args:
-        name: demo, table1 to table6, one block of them in short like table1/cifar10, sweep_rho, ablate_ with what is
-            ablated, or tuning_ with what is tuned.
+        name: demo, speeds, table1 to table6, one block of them in short like table1/cifar10, sweep_rho, ablate_ with
+            what is ablated, or tuning_ with what is tuned.
         results: The folder of the records.
     """
     if name in TABLES:
@@ -46,13 +46,15 @@ def render(name: str, results: Path) -> str:
         return block_markdown(found[block])
     if name == "demo":
         return demo.markdown(json.loads((results / "demo.json").read_text()))
+    if name == "speeds":
+        return speeds.markdown(results)
     if name in (*_STUDIES, *_TUNINGS):
         path = results / f"{name}.json"
         if not path.exists():
             return f"Not recorded yet: `bsam {name.replace('tuning', 'tune').replace('_', ' ')}`."
         markdown = tuning_markdown if name in _TUNINGS else study_markdown
         return markdown(json.loads(path.read_text()))
-    known = ", ".join(["demo", *TABLES, *_STUDIES, *_TUNINGS])
+    known = ", ".join(["demo", "speeds", *TABLES, *_STUDIES, *_TUNINGS])
     raise ValueError(f"there is no table {name!r} to fill in: between its marks a page may have {known}.")
 
 

@@ -525,7 +525,7 @@ def all_finite(tensors: list[Tensor]) -> Tensor:
     """A 0-dim boolean: whether there is no infinity and no NaN."""
     device = tensors[-1].device
     # A sum is finite if its terms are, unless they are near the largest number there is. It is one pass over memory,
-    # and thirty times faster on a CPU than isfinite().
+    # where isfinite() is four, which no CPU vectorises.
     sums = [t.sum(dtype=torch.promote_types(t.dtype, torch.float32)).to(device, torch.float64) for t in tensors]
     return torch.stack(sums).isfinite().all()
 
