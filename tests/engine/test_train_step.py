@@ -276,10 +276,12 @@ def test_a_compiled_step_is_that_of_the_loop():
 
 
 @needs_compiler
-def test_compiled_runs_together_are_each_alone():
-    """The network is compiled once for all runs, and called for each under vmap, twice a step."""
-    together, alone = ([Run("SAM-SGD", "normalised", seed=seed) for seed in (0, 1)] for _ in range(2))
-    batches = batches_of("normalised", 2)
+@pytest.mark.parametrize("name", ["SAM-SGD", "VOGN"])
+def test_compiled_runs_together_are_each_alone(name):
+    """The network is compiled once for all runs; SAM calls it twice a step, for each run under vmap."""
+    network = network_of(name)
+    together, alone = ([Run(name, network, seed=seed) for seed in (0, 1)] for _ in range(2))
+    batches = batches_of(network, 2)
     step = stacked(together, batches, compile=True)
     for _ in range(3):
         losses = step(*stack(batches))
