@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import bsam
+from bsam.engine import TrainStep
 from bsam.experiments.config import Config
 from bsam.experiments.data import Dataset, epoch_length, plain_batches, stacked_batches
 from bsam.experiments.ivon import Ivon
@@ -211,7 +212,7 @@ def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> It
             yield
             begin = time.perf_counter()
         loss_sums.cpu()  # a GPU has steps to do that were only launched so far
-        if isinstance(step, bsam.TrainStep):
+        if isinstance(step, TrainStep):
             step.check()
         count_since(begin)
         begin = time.perf_counter()
