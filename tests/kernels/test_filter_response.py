@@ -99,6 +99,27 @@ def test_operators_under_vmap_twice_are_a_loop():
             torch.testing.assert_close(ours[split], theirs)
 
 
+def test_examples_by_themselves_share_the_vectors_of_their_group():
+    """As VOGN asks for them: vmap over examples inside of vmap over sets of weights."""
+    generator = torch.Generator().manual_seed(2)
+    x, skip, dz = (torch.randn(3, 4, 1, 6, 5, 5, generator=generator) for _ in range(3))
+    vectors = [torch.randn(3, 1, 6, generator=generator) for _ in range(4)]
+
+    def both(x, skip, dz, *vectors):
+        return apply_ops(x, skip, vectors, dz)
+
+    examples = torch.vmap(both, in_dims=(0, 0, 0, None, None, None, None))
+    found = torch.vmap(examples)(x, skip, dz, *vectors)
+    for group in range(3):
+        for example in range(4):
+            alone = both(*(t[group, example] for t in (x, skip, dz)), *(t[group] for t in vectors))
+            for ours, theirs in zip(found, alone, strict=True):
+                torch.testing.assert_close(ours[group, example], theirs)
+    graph = make_fx(torch.vmap(examples))(x, skip, dz, *vectors)
+    copies = [node for node in graph.graph.nodes if node.target is torch.ops.aten.clone.default]
+    assert not copies  # a set is read where it lies
+
+
 def test_a_traced_network_has_one_operator_a_layer(monkeypatch):
     """What happens on CUDA, with the operators' formulas of the CPU."""
     monkeypatch.setattr(filter_response, "_has_kernels", lambda x: True)

@@ -166,12 +166,19 @@ def _laid_out_as(x: Tensor, t: Tensor) -> Tensor:
     return t.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
+def _joined_vectors(vectors: list[Tensor], dims: tuple[int | None, ...], count: int) -> list[Tensor]:
+    """bias, gamma, beta and tau for joined images; as they are, if all images are examples of one group."""
+    if len(vectors[0]) == 1 and all(dim is None for dim in dims):
+        return vectors
+    return [joined(t, dim, count) for t, dim in zip(vectors, dims, strict=True)]
+
+
 @_filter_response.register_vmap
 def _(info: Any, dims: Any, x: Tensor, *rest: Any) -> Any:
     *vectors, skip, eps = rest
     z, r = torch.ops.bsam.filter_response(
         joined(x, dims[0], info.batch_size),
-        *(joined(t, dim, info.batch_size) for t, dim in zip(vectors, dims[1:5], strict=True)),
+        *_joined_vectors(vectors, dims[1:5], info.batch_size),
         None if skip is None else joined(skip, dims[5], info.batch_size),
         eps,
     )
@@ -211,8 +218,12 @@ def _empty_sums(x: Tensor) -> Tensor:
 
 
 @_filter_response_backward.register_vmap
-def _(info: Any, dims: Any, *arguments: Tensor) -> Any:
+def _(info: Any, dims: Any, dz: Tensor, x: Tensor, *rest: Tensor) -> Any:
+    *vectors, r = rest
+    count = info.batch_size
     dx, sums = torch.ops.bsam.filter_response_backward(
-        *(joined(t, dim, info.batch_size) for t, dim in zip(arguments, dims, strict=True))
+        *(joined(t, dim, count) for t, dim in zip((dz, x), dims[:2], strict=True)),
+        *_joined_vectors(vectors, dims[2:6], count),
+        joined(r, dims[6], count),
     )
     return tuple(t.unflatten(0, (info.batch_size, -1)) for t in (dx, sums)), (0, 0)
