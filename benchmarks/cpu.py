@@ -68,11 +68,15 @@ def main() -> None:
     write_json(arguments.out, record)
 
 
+def make_mlp() -> torch.nn.Module:
+    return make_model("mlp", num_classes=10, image_shape=(1, 28, 28), seed=0)
+
+
 def plain(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[..., Callable[[], Any]]:
     """A step with one gradient."""
 
     def prepare(x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
-        model = make_model("mlp", num_classes=10, image_shape=(1, 28, 28), seed=0)
+        model = make_mlp()
         optimizer = make(model.parameters())
 
         def step() -> None:
@@ -87,7 +91,7 @@ def plain(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[..., Callabl
 
 def ours(make: Callable[[Any], Any]) -> Callable[..., Callable[[], Any]]:
     def prepare(x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
-        model = make_model("mlp", num_classes=10, image_shape=(1, 28, 28), seed=0)
+        model = make_mlp()
         optimizer = make(model)
         return lambda: optimizer.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
 
@@ -96,7 +100,7 @@ def ours(make: Callable[[Any], Any]) -> Callable[..., Callable[[], Any]]:
 
 def compiled(make: Callable[[Any], Any]) -> Callable[..., Callable[[], Any]]:
     def prepare(x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
-        model = make_model("mlp", num_classes=10, image_shape=(1, 28, 28), seed=0)
+        model = make_mlp()
         step = bsam.TrainStep(make(model), lambda x, y: F.cross_entropy(model(x), y), (x, y), module=model)
         return lambda: step(x, y)
 
@@ -105,7 +109,7 @@ def compiled(make: Callable[[Any], Any]) -> Callable[..., Callable[[], Any]]:
 
 def gradient(x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
     """A part of every step: one gradient, of which bSAM takes two."""
-    model = make_model("mlp", num_classes=10, image_shape=(1, 28, 28), seed=0)
+    model = make_mlp()
 
     def step() -> None:
         model.zero_grad()
@@ -116,7 +120,7 @@ def gradient(x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
 
 def noise(x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
     """A part of bSAM's step: its normal numbers."""
-    model = make_model("mlp", num_classes=10, image_shape=(1, 28, 28), seed=0)
+    model = make_mlp()
     shapes = [p.shape for p in model.parameters()]
     steps = itertools.count()
 
@@ -131,7 +135,7 @@ def noise(x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
 def ivon(x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
     from ivon import IVON
 
-    model = make_model("mlp", num_classes=10, image_shape=(1, 28, 28), seed=0)
+    model = make_mlp()
     optimizer = IVON(model.parameters(), lr=0.1, ess=60_000)
 
     def step() -> None:
@@ -148,7 +152,7 @@ def peer_sam(x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
         warnings.simplefilter("ignore")
         from pytorch_optimizer import SAM
 
-    model = make_model("mlp", num_classes=10, image_shape=(1, 28, 28), seed=0)
+    model = make_mlp()
     optimizer = SAM(model.parameters(), base_optimizer=torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9)
 
     def step() -> None:
