@@ -65,6 +65,10 @@ class Run:
         """Everything that training changes, as copies."""
         return copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
 
+    def load(self, state):
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
     def addresses(self):
         return [t.data_ptr() for t in (*self.model.parameters(), *self.model.buffers())]
 
@@ -786,9 +790,7 @@ def test_a_captured_step_is_that_of_the_loop(name):
     addresses = run.addresses()
     for k, size in enumerate((16, 16, 10, 16)):
         plain = on_gpu(name, vectorise=False) if name in PROBING else on_gpu(name)
-        saved = run.state()  # each step from the same state: rounding would grow from step to step
-        plain.model.load_state_dict(saved["model"])
-        plain.optimizer.load_state_dict(saved["optimizer"])
+        plain.load(run.state())  # each step from the same state: rounding would grow from step to step
         batch = gpu_batch(k, size)
         assert_close(step(*batch), plain.loop(*batch), tolerance=1e-5)
         # Adam's first steps are the sign of the gradient, where it is rounding too: as long as the rate.
@@ -1004,8 +1006,9 @@ def test_captured_runs_together_are_each_alone(name):
     batches = [gpu_batch(0), gpu_batch(1)]
     step = stacked(together, batches, compile=True)
     for _ in range(3):
+        for one, other in zip(together, alone, strict=True):
+            other.load(one.state())  # each step from the same state: rounding would grow from step to step
         losses = step(*stack(batches))
-        for run, batch, loss in zip(alone, batches, losses, strict=True):
-            assert_close(loss, run.loop(*batch), tolerance=1e-4)
-    for one, other in zip(together, alone, strict=True):
-        assert_close(one.state(), other.state(), tolerance=1e-4)
+        for one, other, batch, loss in zip(together, alone, batches, losses, strict=True):
+            assert_close(loss, other.loop(*batch), tolerance=1e-4)
+            assert_close(one.state(), other.state(), tolerance=1e-4)
