@@ -126,10 +126,8 @@ def peer_step(name: str, *, network: str, batch: int, precision: str) -> Measure
     return lambda: {"precision": precision, "ms": milliseconds_per_call(step), package: version(package)}
 
 
-def training_step(
-    method: str, *, network: str, batch: int, splits: int, precision: str, runs: int = 1, least_groups: int = 2
-) -> Measure:
-    """One captured step of `runs` runs together; least_groups=1: our convolutions also where there is one group."""
+def training_step(method: str, *, network: str, batch: int, splits: int, precision: str, runs: int = 1) -> Measure:
+    """One captured step of `runs` runs together."""
     models = [make_model(network, num_classes=10, image_shape=(3, 32, 32), seed=k).cuda() for k in range(runs)]
     optimizers = [make_optimizer(method, model, splits, k) for k, model in enumerate(models)]
     x = torch.randn(runs, batch, 3, 32, 32, device="cuda")
@@ -141,7 +139,6 @@ def training_step(
         (x, y),
         module=models,
         precision="bfloat16" if precision == "bfloat16" else None,
-        least_groups=least_groups,
     )
 
     def measure() -> dict[str, Any]:
@@ -153,7 +150,6 @@ def training_step(
             "splits": splits,
             "precision": precision,
             "runs": runs,
-            "convolutions": "ours" if least_groups == 1 or splits * runs > 1 else "cuDNN",
             "ms": milliseconds,
             "ms_per_run": milliseconds / runs,
             "kernels": kernels_of(lambda: step(x, y)),
@@ -416,17 +412,11 @@ R20 = {"network": "resnet20_frn", "batch": 128}
 R18 = {"network": "resnet18", "batch": 200, "precision": "bfloat16"}
 MEASUREMENTS: dict[str, Build] = {
     **{
-        f"r20 {method} m={splits} {precision}{' x4' if runs == 4 else ''}{' ours' if least == 1 else ''}": (
-            lambda method=method, splits=splits, precision=precision, runs=runs, least=least: training_step(
-                method, splits=splits, precision=precision, runs=runs, least_groups=least, **R20
-            )
+        f"r20 {method} m={splits} {precision}{' x4' if runs == 4 else ''}": functools.partial(
+            training_step, method, splits=splits, precision=precision, runs=runs, **R20
         )
         for precision in ("bfloat16", "tf32")
-        for method, splits, runs, least in (
-            ("bsam", 8, 1, 2),
-            ("bsam", 8, 4, 2),
-            ("sgd", 1, 1, 1),
-        )
+        for method, splits, runs in (("bsam", 8, 1), ("bsam", 8, 4), ("sgd", 1, 1))
     },
     **{
         f"r20 {method} plain {precision}": functools.partial(plain_step, method, precision=precision, **R20)
@@ -438,7 +428,7 @@ MEASUREMENTS: dict[str, Build] = {
     "r20 ivon bfloat16": lambda: peer_step("ivon", precision="bfloat16", **R20),
     "r20 sam of pytorch_optimizer bfloat16": lambda: peer_step("sam", precision="bfloat16", **R20),
     "r18 bsam m=8": lambda: training_step("bsam", splits=8, **R18),
-    "r18 sgd ours": lambda: training_step("sgd", splits=1, least_groups=1, **R18),
+    "r18 sgd m=1": lambda: training_step("sgd", splits=1, **R18),
     "r18 sgd plain": lambda: plain_step("sgd", **R18),
     "r20 bsam m=8 jax": jax_structure,
     "arithmetic bsam": bsam_arithmetic,

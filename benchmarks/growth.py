@@ -20,7 +20,7 @@ WIDTHS = (16, 64, 192, 512, 768, 1152)
 SAMPLES = (1, 8, 32, 64, 128)
 
 
-def bsam_step(*, splits: int = 8, runs: int = 1, batch: int = 128, least_groups: int = 2) -> Build:
+def bsam_step(*, splits: int = 8, runs: int = 1, batch: int = 128) -> Build:
     return partial(
         training_step,
         "bsam",
@@ -29,13 +29,11 @@ def bsam_step(*, splits: int = 8, runs: int = 1, batch: int = 128, least_groups:
         splits=splits,
         runs=runs,
         batch=batch,
-        least_groups=least_groups,
     )
 
 
 MEASUREMENTS: dict[str, Build] = {
     **{f"splits {m}": bsam_step(splits=m) for m in SPLITS},
-    "splits 1 ours": bsam_step(splits=1, least_groups=1),
     **{f"seeds {runs}": bsam_step(runs=runs) for runs in SEEDS},
     **{f"batch {batch}": bsam_step(batch=batch) for batch in BATCHES},
     **{f"arithmetic width {width}": partial(bsam_arithmetic, width) for width in WIDTHS},

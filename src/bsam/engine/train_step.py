@@ -60,8 +60,6 @@ class TrainStep:
         compile: False runs the traced formulas as they are.
         cuda_graph: Whether to capture the step: `"auto"` on CUDA, if the step is compiled.
         precision: `"bfloat16"` runs `loss_fn` under autocast.
-        least_groups: On CUDA, convolutions with so many sets of weights, one for each split of each run, have kernels
-            of their own; those with fewer are left to cuDNN.
 
     Examples:
         >>> from bsam import BSAM
@@ -83,7 +81,6 @@ class TrainStep:
         compile: bool = True,
         cuda_graph: bool | Literal["auto"] = "auto",
         precision: Literal["float32", "bfloat16"] | None = None,
-        least_groups: int = 2,
     ) -> None:
         self._stacked = isinstance(optimizer, Sequence)
         self.optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -192,7 +189,6 @@ class TrainStep:
 
         self._fill(_tensors(self._example))
         self._send_rates()
-        self._exchange_layers = runs * self._splits >= least_groups
         self._gradient = self._compile_gradient() if compile and not isinstance(method, VOGN) else None
         """Gradients at given weights: compiled by itself, because a step may ask for them twice."""
         flat, self._spec = pytree.tree_flatten(self._inputs())
@@ -289,8 +285,7 @@ class TrainStep:
         cut = [t.unflatten(0, (self._splits, -1)) for t in given["batch"]]
         loss_module = LossModule(self.modules[0], self._loss_fns[0])
         losses, statistics, moved = probe_stack(
-            method, slots, loss_module, self._unpack, self._pack, theta, self._part, cut, buffers, self._gradient,
-            self._exchange_layers,
+            method, slots, loss_module, self._unpack, self._pack, theta, self._part, cut, buffers, self._gradient
         )  # fmt: skip
         finite = all_finite([*losses, *(t for tensors in statistics.values() for t in tensors)])
         clip_gradient(statistics["gradient"], method._option("max_grad_norm"))
@@ -319,8 +314,7 @@ class TrainStep:
         rows = [t.reshape(len(t), self._splits, -1, *t.shape[2:]) for t in self._batch]
         buffers = dict(zip(self._buffers, stack(self._buffers.values()), strict=True))
         loss_module = LossModule(self.modules[0], self._loss_fns[0])
-        ours = self._exchange_layers
-        grad_at = GradAtStack(loss_module, self._unpack, self._pack, self._part, [], {}, lambda _: frozenset(), ours)
+        grad_at = GradAtStack(loss_module, self._unpack, self._pack, self._part, [], {}, lambda _: frozenset())
         if len(self.optimizers) == 1:
             arguments = pytree.tree_map(lambda t: t[0], (weights, rows, buffers))
             return Program(grad_at.evaluate_all, arguments, stacked=False)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,7 +78,6 @@ class GradAtStack:
         tensors: Its tensors, stacked.
         buffers: The buffers of the loss module by name, stacked.
         frozen: Names of the buffers that must not move, for each pass.
-        exchange_layers: On CUDA, run convolutions and BatchNorm by `bsam.kernels`, made for sets of weights.
     """
 
     def __init__(
@@ -91,9 +89,7 @@ class GradAtStack:
         tensors: list[Tensor],
         buffers: dict[str, Tensor],
         frozen: Callable[[int], frozenset[str]],
-        exchange_layers: bool = True,
     ) -> None:
-        self._our_layers = exchange_layers
         self._loss_module, self._unpack, self._pack = loss_module, unpack, pack
         self._example, self._tensors, self._frozen = example, tensors, frozen
         self.evaluate: Evaluate = self.evaluate_all
@@ -132,7 +128,7 @@ class GradAtStack:
                 gradients = pullback(torch.ones_like(loss))
             return self._pack(gradients), loss, moved
 
-        with self._layers(tensors):
+        with our_layers(tensors[0].device):
             found: tuple[list[Tensor], Tensor, dict[str, Tensor]] = _vmap(one)(weights, tensors, buffers)
         return found
 
@@ -159,7 +155,7 @@ class GradAtStack:
             found: tuple[list[Tensor], Tensor] = _vmap(gradient)(*rows)
             return found
 
-        with self._layers(self._tensors):
+        with our_layers(self._tensors[0].device):
             gradients, losses = _vmap(one)(list(weights), self._tensors)  # (splits, examples, ...)
         self.losses.append(losses.detach().mean(1))
         wide = [g.detach().to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]
@@ -170,9 +166,6 @@ class GradAtStack:
     def per_split(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function of one sub-batch's tensors for those of all."""
         return _vmap(function)
-
-    def _layers(self, tensors: list[Tensor]) -> AbstractContextManager[Any]:
-        return our_layers(tensors[0].device) if self._our_layers else nullcontext()
 
     def _part(self, rows: list[Tensor]) -> tuple[Any, ...]:
         left = iter(rows)
@@ -301,7 +294,6 @@ def probe_stack(
     tensors: list[Tensor],
     buffers: dict[str, Tensor],
     evaluate: Evaluate | None = None,
-    exchange_layers: bool = True,
 ) -> tuple[list[Tensor], dict[str, list[Tensor]], dict[str, Tensor]]:
     """Mean losses of each pass and mean statistics over all sub-batches, and the buffers of the first.
 
@@ -316,7 +308,6 @@ def probe_stack(
         tensors: See `GradAtStack`.
         buffers: See `GradAtStack`.
         evaluate: What finds the gradients, if not `GradAtStack.evaluate_all`.
-        exchange_layers: See `GradAtStack`.
     """
     statistics_of_norms = frozenset(
         f"module.{name}.{buffer}"
@@ -329,7 +320,7 @@ def probe_stack(
     def frozen(pass_index: int) -> frozenset[str]:
         return frozenset() if bn.moves_statistics(policy, 0, pass_index) else statistics_of_norms
 
-    grad_at = GradAtStack(loss_module, unpack, pack, example, tensors, buffers, frozen, exchange_layers)
+    grad_at = GradAtStack(loss_module, unpack, pack, example, tensors, buffers, frozen)
     tally = StackTally()
     if evaluate is not None:
         grad_at.evaluate = evaluate
