@@ -9,6 +9,7 @@ import signal
 
 import pytest
 
+from bsam.experiments.record import write_json
 from bsam.experiments.recorded import read_record
 from bsam.experiments.reproduce.execute import execute
 from bsam.experiments.reproduce.plan import Task
@@ -52,6 +53,20 @@ def test_what_is_trained_is_only_evaluated(tmp_path):
     record = read_record(tmp_path / "records" / "seed0.json")
     assert set(record.test) == {"4", "8"}
     assert record.test["4"] == first
+
+
+def test_evaluations_that_only_the_record_knows_stay(tmp_path):
+    task, record = make_task(tmp_path), tmp_path / "records" / "seed0.json"
+    execute(task, nothing, device="cpu")
+    first = read_record(record).test["4"]
+    of_run = task.folder / "record.json"
+    write_json(of_run, json.loads(of_run.read_text()) | {"evaluations": {}})  # as of a copy that was made before
+    execute(make_task(tmp_path, samples=(8,)), nothing, device="cpu")
+    assert read_record(record).test.keys() == {"4", "8"}
+    assert read_record(record).test["4"] == first
+    write_json(record, json.loads(record.read_text()) | {"seconds": -1})  # of another training
+    execute(make_task(tmp_path, samples=(8,)), nothing, device="cpu")
+    assert read_record(record).test.keys() == {"8"}
 
 
 def test_a_run_by_hand_goes_on(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from bsam.experiments.evaluate import evaluate
 from bsam.experiments.record import write_json
@@ -77,6 +78,22 @@ def execute(
     missing = [count for count in task.samples if str(count) not in done]
     if missing:
         evaluate(task.folder, samples=missing, part=task.part, device=device, data=data)
-    task.record.parent.mkdir(parents=True, exist_ok=True)
     origin = {"scale": task.scale, "changes": list(task.changes)} if task.changes else {"scale": task.scale}
-    write_json(task.record, {**json.loads(run_record.read_text()), **origin})
+    _publish({**json.loads(run_record.read_text()), **origin}, task.record)
+
+
+def _publish(content: dict[str, Any], record: Path) -> None:
+    """Write a record. Evaluations of the same training that it had before, and the run's folder does not know, stay."""
+
+    def training(of: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in of.items() if key not in ("evaluations", "scale", "changes")}
+
+    before = json.loads(record.read_text()) if record.exists() else {}
+    if training(before) == training(content):
+        parts = before["evaluations"] | content["evaluations"]
+        for part in ("validation", "test"):
+            if part in parts:
+                parts[part] = before["evaluations"].get(part, {}) | content["evaluations"].get(part, {})
+        content = content | {"evaluations": parts}
+    record.parent.mkdir(parents=True, exist_ok=True)
+    write_json(record, content)
