@@ -147,6 +147,7 @@ FIRST_LABELS = {
     "mnist": [5, 0, 4, 1, 9],
     "fashionmnist": [9, 0, 0, 3, 0],
     "mnist-standardised": [5, 0, 4, 1, 9],
+    "fashionmnist-standardised": [9, 0, 0, 3, 0],
     "cifar10": [6, 9, 9, 4, 1],
     "cifar100": [19, 29, 0, 11, 1],
     "tinyimagenet": [0, 0, 0, 0, 0],
@@ -167,6 +168,6 @@ def test_the_real_data(name):
     assert len(counts) == info.num_classes
     if not name.startswith("mnist"):
         assert (counts == info.num_test // info.num_classes).all()
-    if name.startswith("cifar") or name == "mnist-standardised":
+    if name.startswith("cifar") or name.endswith("-standardised"):
         mean = dataset.train[0].double().mean((0, 2, 3)) / 255
         torch.testing.assert_close(mean, torch.tensor(info.mean, dtype=torch.float64), rtol=0, atol=2e-4)

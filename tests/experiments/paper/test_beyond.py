@@ -45,10 +45,13 @@ def test_they_are_run_as_the_others_of_their_block(name):
     assert preset_title(name).startswith("Not in the paper: ")
 
 
-@pytest.mark.parametrize("method", ["sgd", "sam-sgd", "swag", "vogn", "adam", "sam-adam", "bsam"])
-def test_standardised_rows_differ_from_the_papers_in_their_pixels_only(method):
-    paper = preset(f"table6/mnist/{method}")
-    assert preset(f"here/mnist/{method}-standardised") == replace(paper, dataset="mnist-standardised")
+@pytest.mark.parametrize(
+    "row",
+    [f"mnist/{m}" for m in ("sgd", "sam-sgd", "swag", "vogn", "adam", "sam-adam", "bsam")] + ["fashionmnist/bsam"],
+)
+def test_standardised_rows_differ_from_the_papers_in_their_pixels_only(row):
+    paper = preset(f"table6/{row}")
+    assert preset(f"here/{row}-standardised") == replace(paper, dataset=f"{paper.dataset}-standardised")
 
 
 def test_ivon_has_the_published_settings():

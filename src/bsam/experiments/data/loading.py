@@ -133,6 +133,7 @@ READERS: dict[str, Callable[[DatasetInfo, Path], tuple[Arrays, Arrays]]] = {
     "mnist": read_mnist,
     "fashionmnist": read_mnist,
     "mnist-standardised": read_mnist,
+    "fashionmnist-standardised": read_mnist,
     "cifar10": read_cifar,
     "cifar100": read_cifar,
     "tinyimagenet": read_tiny_imagenet,

@@ -4,7 +4,8 @@ Files lie below the data folder as torchvision puts them, so that one folder ser
 TinyImageNet's 110,000 images is published, and known here; of TinyImageNet the archive's is.
 
 Means and standard deviations are those of the authors' code (see Möllenhoff and Khan, 2023). The MNIST sets are only
-scaled to [0, 1]: mean 0, standard deviation 1; mnist-standardised is MNIST with mean and standard deviation.
+scaled to [0, 1]: mean 0, standard deviation 1. Those with “-standardised” have mean and standard deviation of all
+pixels of their training images.
 """
 
 from __future__ import annotations
@@ -76,19 +77,21 @@ _MNIST = _mnist(
     },
 )
 
+_FASHION = _mnist(
+    "fashionmnist",
+    "FashionMNIST/raw",
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+    {
+        "train-images-idx3-ubyte": ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
+        "train-labels-idx1-ubyte": ("25c81989df183df01b3e8a0aad5dffbe", "9018921c3c673c538a1fc5bad174d6f9"),
+        "t10k-images-idx3-ubyte": ("bef4ecab320f06d8554ea6380940ec79", "8181f5470baa50b63fa0f6fddb340f0a"),
+        "t10k-labels-idx1-ubyte": ("bb300cfdad3c16e7a12a480ee83cd310", "15d484375f8d13e6eb1aabb0c3f46965"),
+    },
+)
+
 _ALL = (
     _MNIST,
-    _mnist(
-        "fashionmnist",
-        "FashionMNIST/raw",
-        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-        {
-            "train-images-idx3-ubyte": ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
-            "train-labels-idx1-ubyte": ("25c81989df183df01b3e8a0aad5dffbe", "9018921c3c673c538a1fc5bad174d6f9"),
-            "t10k-images-idx3-ubyte": ("bef4ecab320f06d8554ea6380940ec79", "8181f5470baa50b63fa0f6fddb340f0a"),
-            "t10k-labels-idx1-ubyte": ("bb300cfdad3c16e7a12a480ee83cd310", "15d484375f8d13e6eb1aabb0c3f46965"),
-        },
-    ),
+    _FASHION,
     DatasetInfo(
         "cifar10",
         num_classes=10,
@@ -144,7 +147,8 @@ _ALL = (
         urls={"tiny-imagenet-200.zip": "http://cs231n.stanford.edu/tiny-imagenet-200.zip"},
         md5={"tiny-imagenet-200.zip": "90528d7ca1a48142e341f4ef8d21d0de"},
     ),
-    replace(_MNIST, name="mnist-standardised", mean=(0.1307,), std=(0.3081,)),  # of all pixels of its training images
+    replace(_MNIST, name="mnist-standardised", mean=(0.1307,), std=(0.3081,)),
+    replace(_FASHION, name="fashionmnist-standardised", mean=(0.2860,), std=(0.3530,)),
     DatasetInfo(
         "digits",
         num_classes=10,
