@@ -1,5 +1,6 @@
 """Runs: every method trains, stops after any step and goes on exactly there, also after a kill."""
 
+import dataclasses
 import json
 import os
 import random
@@ -173,6 +174,30 @@ def test_a_run_leaves_everything_that_is_needed(tmp_path):
     saved = bsam.Predictions.load(tmp_path / "run" / "predictions-test-4.safetensors")
     assert bsam.metrics.summary(saved, num_bootstrap=0).nll == results["4"].nll
     assert (tmp_path / "run" / "reliability-test-4.png").stat().st_size > 5000
+
+
+def test_a_cold_posterior_is_an_evaluation_of_its_own(tmp_path):
+    run = start(tmp_path)
+    run.train()
+    (mean,) = evaluate(tmp_path, samples=[0], device="cpu").values()
+    (warm,) = evaluate(tmp_path, samples=[4], device="cpu").values()
+    assert evaluate(tmp_path, samples=[4], temperature=1.0, device="cpu")["4"].nll == warm.nll
+    (coldest,) = evaluate(tmp_path, samples=[4], temperature=0, device="cpu").values()
+    assert coldest.nll == pytest.approx(mean.nll, rel=1e-5)
+    assert warm.nll != pytest.approx(mean.nll, rel=1e-3)
+    evaluations = json.loads((tmp_path / "record.json").read_text())["evaluations"]["test"]
+    assert {name: each["nll"] for name, each in evaluations.items()} == {
+        "0": mean.nll,
+        "4": warm.nll,
+        "4@0.0": coldest.nll,
+    }
+    model, posterior, images = run.trainer.model, run.trainer.posterior(), run.trainer.dataset.test[0][:5].float()
+    cold = dataclasses.replace(run.config, temperature=0.25)
+    predictions = predict(cold, model, posterior, images, num_samples=3)
+    of_tempered = predict(run.config, model, posterior.temper(0.25), images, num_samples=3)
+    torch.testing.assert_close(predictions.log_probs, of_tempered.log_probs)
+    with pytest.raises(ValueError, match="temperature=-1"):
+        evaluate(tmp_path, temperature=-1, device="cpu")
 
 
 def test_predictions_are_made_once(tmp_path, monkeypatch):

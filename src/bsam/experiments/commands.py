@@ -232,6 +232,9 @@ def evaluate(
         str | None, typer.Option(help="Numbers of posterior samples, like 0,8,64.", show_default="32")
     ] = None,
     part: Annotated[str, typer.Option(help="test, or validation.")] = "test",
+    temperature: Annotated[
+        float | None, typer.Option(help="Of the posterior: multiplies its variance.", show_default="1, or the run's")
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Make predictions anew that were made before.")] = False,
     data: Data = None,
     device: Device = None,
@@ -239,9 +242,11 @@ def evaluate(
     """Predict the test set with a run's posterior, and rate the predictions.
 
     Writes predictions and a reliability diagram for each number of samples
-    into the folder, and the metrics into its record. Example:
+    into the folder, and the metrics into its record. Examples:
 
     [bold]bsam evaluate runs/digits/seed0 --samples 0,8,64[/bold]
+
+    [bold]bsam evaluate runs/digits/seed0 --temperature 0.5[/bold]
     """
     try:
         counts = None if samples is None else [int(text) for text in samples.split(",")]
@@ -249,7 +254,9 @@ def evaluate(
         counts = [-1]
     if counts is not None and min(counts) < 0:
         raise ValueError(f"--samples {samples} must be whole numbers with commas between, like 0,8,64.")
-    results = evaluate_run(run, samples=counts, part=part, device=device, data=data, again=again)
+    results = evaluate_run(
+        run, samples=counts, part=part, temperature=temperature, device=device, data=data, again=again
+    )
     title = f"{escape(str(run))}, {part}: 95% intervals"
     table = Table("samples", "accuracy ↑", "NLL ↓", "ECE ↓", "AUROC ↑", title=title, box=box.SIMPLE, pad_edge=False)
     for count, summary in results.items():

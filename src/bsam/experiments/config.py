@@ -102,6 +102,8 @@ class Config:
 
     num_samples: int = 32
     """samples of the posterior that predictions are averaged over; 0 is the mean"""
+    temperature: float = 1.0
+    """multiplies the posterior's variance in predictions; below 1 is a cold posterior"""
     precision: Precision = "float32"
     """type of matrix products and convolutions (autocast)"""
     channels_last: bool = False
@@ -116,6 +118,8 @@ class Config:
         for name in ("warmup_epochs", "validation", "swag_epochs", "num_samples"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature={self.temperature} must be a finite number >= 0, like 0.5.")
         if self.schedule == "steps" and not self.milestones:
             raise ValueError("schedule='steps' needs milestones, like milestones=[100, 120].")
         if (self.method == "swag") != (self.swag_epochs > 0):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,14 @@ import matplotlib.pyplot as plt
 from torch import nn
 
 import bsam
-from bsam.experiments.config import from_mapping
+from bsam.experiments.config import Config, from_mapping
 from bsam.experiments.data import Dataset, load, plain_batches
 from bsam.experiments.methods import predict
 from bsam.experiments.models import make_model
 from bsam.experiments.record import environment, write_json
 from bsam.experiments.runs import choose_device, remembered_data
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "evaluation_name"]
 
 
 def evaluate(
@@ -28,6 +29,7 @@ def evaluate(
     *,
     samples: Iterable[int] | None = None,
     part: str = "test",
+    temperature: float | None = None,
     device: str | None = None,
     data: Path | None = None,
     seed: int = 0,
@@ -41,19 +43,21 @@ def evaluate(
         folder: The folder of a finished run.
         samples: Numbers of samples; 0 is the mean. By default what the run's settings say.
         part: `"test"`, or `"validation"` if the run held some data out.
+        temperature: Of the posterior; by default what the run's settings say.
         device: Where to predict; chosen by itself if None.
         data: Folder of the data sets; by default the one that the run was started with.
         seed: Seed of the samples.
         again: Make all predictions anew.
 
     Returns:
-        The metrics, by number of samples.
+        The metrics, by their names in the record, see `evaluation_name`.
     """
     path = folder / "record.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no finished run. Go on with: bsam train --resume {folder}")
     record: dict[str, Any] = json.loads(path.read_text())
-    config = from_mapping(record["config"])
+    trained = from_mapping(record["config"])
+    config = trained if temperature is None else replace(trained, temperature=temperature)
     evaluations = record["evaluations"].setdefault(part, {})
     origin = {"seed": seed, "posterior_sha256": _sha256(folder / "posterior.safetensors")}
 
@@ -66,20 +70,26 @@ def evaluate(
 
     results = {}
     for count in samples if samples is not None else [config.num_samples]:
-        file = folder / f"predictions-{part}-{count}.safetensors"
-        if again or not _belongs(file, origin, evaluations.get(str(count), {})):
+        name = evaluation_name(count, temperature, trained)
+        file = folder / f"predictions-{part}-{name}.safetensors"
+        if again or not _belongs(file, origin, evaluations.get(name, {})):
             dataset, model, posterior = loaded()
             batches = plain_batches(dataset, part, batch_size=500)  # of one size, for a compiled pass
             predict(config, model, posterior, batches, num_samples=count, seed=seed).save(file)
             record["evaluations"]["environment"] = environment(dataset.device)
         predictions = bsam.Predictions.load(file)
-        _draw(predictions, folder / f"reliability-{part}-{count}.png")
-        results[str(count)] = summary = bsam.metrics.summary(predictions)
+        _draw(predictions, folder / f"reliability-{part}-{name}.png")
+        results[name] = summary = bsam.metrics.summary(predictions)
         assert predictions.labels is not None
         bins = bsam.metrics.reliability(predictions.log_probs, predictions.labels).as_rows()
-        evaluations[str(count)] = {**summary.as_dict(), "reliability": bins, **origin, "sha256": _sha256(file)}
+        evaluations[name] = {**summary.as_dict(), "reliability": bins, **origin, "sha256": _sha256(file)}
         write_json(path, record)
     return results
+
+
+def evaluation_name(count: int, temperature: float | None, config: Config) -> str:
+    """What the record calls an evaluation: the number of samples, and the temperature if it is not the run's own."""
+    return str(count) if temperature in (None, config.temperature) else f"{count}@{float(temperature)}"
 
 
 def _belongs(file: Path, origin: dict[str, Any], evaluation: dict[str, Any]) -> bool:

@@ -85,6 +85,8 @@ def predict(
     config: Config, model: nn.Module, posterior: bsam.Posterior, data: Any, *, num_samples: int, seed: int = 0
 ) -> bsam.Predictions:
     """What a method predicts: the average over samples, or, at a Laplace approximation, the linearised model's."""
+    if config.temperature != 1:
+        posterior = posterior.temper(config.temperature)
     if config.method == "laplace" and num_samples and isinstance(posterior, bsam.DiagonalGaussian):
         return bsam.predict_linearised(model, posterior, data, num_samples=num_samples, seed=seed)
     pays = num_samples >= 256 and next(model.parameters()).is_cuda  # compiling takes as long as hundreds of passes

@@ -124,6 +124,28 @@ def test_what_is_left_goes_on(tmp_path):
         collect_tries(tuning, tmp_path, "bsam tune small")
 
 
+def test_a_try_has_the_temperature_that_suits_it(tmp_path):
+    text = GRID.replace("seeds = 2", "seeds = 2\ntemperatures = [0.0, 1.0, 30.0]")
+    tuning = dataclasses.replace(read_tuning(str(write_grid(tmp_path, text))), grid=({"lr": [1.0]},))
+    runs = tmp_path / "runs"
+    do_all(dataclasses.replace(tuning, temperatures=()), runs)
+    assert len(plan_tries(tuning, runs).tasks) == 2  # trained, but not evaluated with the others
+    checkpoints = {path: path.stat().st_mtime_ns for path in runs.rglob("checkpoint.safetensors")}
+    do_all(tuning, runs)
+    assert {path: path.stat().st_mtime_ns for path in checkpoints} == checkpoints
+    (found,) = collect_tries(tuning, runs, "c")["tries"]
+    rated = {float(t): nll for t, nll in found["nll_by_temperature"].items()}
+    assert rated.keys() == {0.0, 1.0, 30.0}
+    best = min(rated, key=rated.get)
+    assert best != 30.0
+    assert found["nll"] == rated[best] < rated[30.0]
+    assert found["settings"] == ({"lr": 1.0} if best == 1.0 else {"lr": 1.0, "temperature": best})
+    assert found["config"]["temperature"] == best
+    (plain,) = collect_tries(dataclasses.replace(tuning, temperatures=()), runs, "c")["tries"]
+    assert plain["nll"] == rated[1.0]
+    assert "nll_by_temperature" not in plain
+
+
 @pytest.mark.parametrize("values", [[1e30], [1e30, 1.0]])
 def test_what_diverges_is_recorded_and_never_chosen(values, tmp_path):
     tuning = dataclasses.replace(read_tuning(str(write_grid(tmp_path))), seeds=1, grid=({"lr": values},))
@@ -158,6 +180,7 @@ def test_the_record_is_a_table_of_the_docs(tmp_path):
         (GRID.replace("validation = 300", ""), "the key 'validation' is missing"),
         (GRID.replace("epochs = 2", "epochs = 0"), "must be at least 1"),
         (GRID.replace("seeds = 2", "seeds = 2\njobs = 3"), "unknown key 'jobs': there are base, validation"),
+        (GRID.replace("seeds = 2", "seeds = 2\ntemperatures = [-1.0]"), "temperature=-1.0 must be"),
         (GRID.replace("schedule =", "shedule ="), "did you mean 'schedule'"),
         (GRID.replace("lr = [0.001, 1.0]", "lr = ['fast']"), "lr='fast' must be a finite number"),
         (GRID.replace("digits/bsam", "digits/bsma"), "there is no preset 'digits/bsma'"),

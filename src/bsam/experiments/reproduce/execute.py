@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bsam.experiments.evaluate import evaluate
+from bsam.experiments.evaluate import evaluate, evaluation_name
 from bsam.experiments.record import write_json
 from bsam.experiments.reproduce.plan import Task
 from bsam.experiments.runs import Run
@@ -75,9 +75,10 @@ def execute(
 
         run.train(every_minutes=save_minutes, on_step=show)
     done = json.loads(run_record.read_text())["evaluations"].get(task.part, {})
-    missing = [count for count in task.samples if str(count) not in done]
-    if missing:
-        evaluate(task.folder, samples=missing, part=task.part, device=device, data=data)
+    for temperature in (None, *task.temperatures):
+        missing = [count for count in task.samples if evaluation_name(count, temperature, task.config) not in done]
+        if missing:
+            evaluate(task.folder, samples=missing, part=task.part, temperature=temperature, device=device, data=data)
     origin = {"scale": task.scale, "changes": list(task.changes)} if task.changes else {"scale": task.scale}
     _publish({**json.loads(run_record.read_text()), **origin}, task.record)
 

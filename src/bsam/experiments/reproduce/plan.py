@@ -47,6 +47,8 @@ class Task:
     """Where the record goes in the end."""
     part: str = "test"
     """Which part of the data it is evaluated on."""
+    temperatures: tuple[float, ...] = ()
+    """Of the posterior, beside that of its settings: it is evaluated with these too."""
 
     @property
     def share_left(self) -> float:

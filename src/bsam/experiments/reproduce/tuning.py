@@ -19,6 +19,7 @@ from typing import Any
 
 from bsam.experiments.config import FIELDS, Config, Precision, from_mapping, toml_value
 from bsam.experiments.demo import grid_of
+from bsam.experiments.evaluate import evaluation_name
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import METRICS
 from bsam.experiments.record import write_json
@@ -51,6 +52,8 @@ class Tuning:
     """Of each, all combinations are tried."""
     precision: Precision | None = None
     """Of the gradients, if not the preset's."""
+    temperatures: tuple[float, ...] = ()
+    """Of the posterior, beside the preset's: a try has the one that suits it best."""
 
     @property
     def tries(self) -> list[tuple[dict[str, Any], Config]]:
@@ -72,16 +75,19 @@ def read_tuning(name: str) -> Tuning:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}. One that can be changed is {TUNINGS['cifar10']}")
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = {"temperatures": [], **tomllib.loads(path.read_text(encoding="utf-8"))}
         keys = [field.name for field in dataclasses.fields(Tuning) if field.name not in ("name", "precision")]
         fields = {key: content.pop(key) for key in keys}
         if content:
             raise ValueError(f"unknown key {next(iter(content))!r}: there are {', '.join(fields)}.")
-        tuning = Tuning(path.stem.removeprefix("tuning_"), **{**fields, "grid": tuple(fields["grid"])})
+        lists = {key: tuple(fields[key]) for key in ("grid", "temperatures")}
+        tuning = Tuning(path.stem.removeprefix("tuning_"), **{**fields, **lists})
         if tuning.validation < 1 or tuning.seeds < 1 or tuning.epochs < 1:
             raise ValueError("validation, seeds and epochs must be at least 1.")
         if not tuning.tries:
             raise ValueError("the grid is empty: write a part [[grid]] with lists of values, like lr = [0.1, 0.3].")
+        for temperature in tuning.temperatures:
+            dataclasses.replace(tuning.tries[0][1], temperature=temperature)  # an error if it cannot be one
     except KeyError as error:
         raise ValueError(f"{path}: the key {error} is missing.") from error
     except (TypeError, ValueError) as error:
@@ -96,7 +102,7 @@ def plan_tries(tuning: Tuning, runs: Path) -> Plan:
     for options, config in tuning.tries:
         for seed in range(FIRST_SEED, FIRST_SEED + tuning.seeds):
             task = _task(tuning, options, config, seed, runs)
-            (left if _outcome(task) is None else there).append(task)
+            (there if all(_outcome(task, t) for t in (None, *task.temperatures)) else left).append(task)
     return Plan(tuple(left), tuple(there))
 
 
@@ -117,6 +123,7 @@ def _task(tuning: Tuning, options: dict[str, Any], config: Config, seed: int, ru
         folder=runs / name / f"seed{seed}",
         record=runs / name / f"seed{seed}.json",
         part="validation",
+        temperatures=tuple(t for t in tuning.temperatures if t != config.temperature),
     )
 
 
@@ -129,15 +136,16 @@ def execute_tries(tasks: Sequence[Task], report: Callable[[float], None], **opti
             write_json(task.folder / "diverged.json", {"diverged": str(error)})
 
 
-def _outcome(task: Task) -> dict[str, Any] | None:
-    """What the record says about a task that is done."""
+def _outcome(task: Task, temperature: float | None) -> dict[str, Any] | None:
+    """What the record says about a task that is done, evaluated with this temperature."""
     diverged = task.folder / "diverged.json"
     if diverged.is_file():
         return {"seed": task.seed, **json.loads(diverged.read_text())}
     if not task.record.is_file():
         return None
     record = json.loads(task.record.read_text())
-    found = record["evaluations"].get(task.part, {}).get(str(*task.samples))
+    (count,) = task.samples
+    found = record["evaluations"].get(task.part, {}).get(evaluation_name(count, temperature, task.config))
     if found is None or from_mapping(record["config"]) != task.config:
         return None
     return {
@@ -157,22 +165,26 @@ def collect_tries(tuning: Tuning, runs: Path, command: str) -> dict[str, Any]:
     tries = []
     environments: list[dict[str, Any]] = []
     for options, config in tuning.tries:
-        outcomes = []
-        for seed in range(FIRST_SEED, FIRST_SEED + tuning.seeds):
-            outcome = _outcome(_task(tuning, options, config, seed, runs))
-            assert outcome is not None
-            environment = outcome.pop("environment", None)
-            if environment is not None and environment not in environments:
-                environments.append(environment)
-            outcomes.append(outcome)
-        losses = [math.inf if outcome.get("nll") is None else outcome["nll"] for outcome in outcomes]
+        tasks = [_task(tuning, options, config, FIRST_SEED + k, runs) for k in range(tuning.seeds)]
+        rated = {}
+        for temperature in (config.temperature, *tasks[0].temperatures):
+            outcomes = [_outcome(task, temperature) or {} for task in tasks]
+            for outcome in outcomes:
+                environment = outcome.pop("environment", None)
+                if environment is not None and environment not in environments:
+                    environments.append(environment)
+            losses = [math.inf if outcome.get("nll") is None else outcome["nll"] for outcome in outcomes]
+            rated[temperature] = statistics.fmean(losses), outcomes
+        suited = min(rated, key=lambda temperature: rated[temperature][0])
+        loss, outcomes = rated[suited]
         tries.append(
             {
-                "settings": options,
-                "nll": statistics.fmean(losses),
+                "settings": options if suited == config.temperature else {**options, "temperature": suited},
+                "nll": loss,
+                **({"nll_by_temperature": {str(t): nll for t, (nll, _) in rated.items()}} if len(rated) > 1 else {}),
                 "seconds": sum(outcome.get("seconds", 0.0) for outcome in outcomes),
                 "seeds": outcomes,
-                "config": dataclasses.asdict(config),
+                "config": dataclasses.asdict(dataclasses.replace(config, temperature=suited)),
             }
         )
     best = min(tries, key=lambda each: each["nll"])
