@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from bsam.posterior.base import check_temperature
+
 __all__ = [
     "Config",
     "Precision",
@@ -118,8 +120,7 @@ class Config:
         for name in ("warmup_epochs", "validation", "swag_epochs", "num_samples"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature={self.temperature} must be a finite number >= 0, like 0.5.")
+        check_temperature(self.temperature)
         if self.schedule == "steps" and not self.milestones:
             raise ValueError("schedule='steps' needs milestones, like milestones=[100, 120].")
         if (self.method == "swag") != (self.swag_epochs > 0):

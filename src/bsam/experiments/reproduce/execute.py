@@ -91,10 +91,7 @@ def _publish(content: dict[str, Any], record: Path) -> None:
 
     before = json.loads(record.read_text()) if record.exists() else {}
     if training(before) == training(content):
-        parts = before["evaluations"] | content["evaluations"]
-        for part in ("validation", "test"):
-            if part in parts:
-                parts[part] = before["evaluations"].get(part, {}) | content["evaluations"].get(part, {})
-        content = content | {"evaluations": parts}
+        known, new = before["evaluations"], content["evaluations"]
+        content = content | {"evaluations": {part: known.get(part, {}) | new.get(part, {}) for part in known | new}}
     record.parent.mkdir(parents=True, exist_ok=True)
     write_json(record, content)
