@@ -5,11 +5,13 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch.func import functional_call, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 
-from bsam.engine.graphs import last_sums, merge_views, share_copies
+from bsam.engine.graphs import keep_layouts, last_sums, merge_views, share_copies
 from bsam.engine.tracing import compile_in_two
 from bsam.experiments.models.resnet20_frn import Block
 from bsam.kernels import convolution, filter_response
@@ -55,12 +57,8 @@ def test_what_is_written_through_a_view_is_seen():
     assert torch.equal(graph(x), function(x))
 
 
-@pytest.fixture
-def gradients(monkeypatch):
-    """The gradients of a block of ResNet-20 at three sets of weights, put together, as on CUDA."""
-    monkeypatch.setattr(filter_response, "_has_kernels", lambda x: True)
-    torch.manual_seed(0)
-    block = Block(4, 8)
+def gradients_of(block):
+    """The gradients of a module at three sets of weights, put together, and what they are a function of."""
     weights = {name: torch.randn(3, *p.shape) for name, p in block.named_parameters()}
 
     @torch.no_grad()
@@ -74,6 +72,14 @@ def gradients(monkeypatch):
             return [torch.vmap(one)(x, values)]
 
     return function, (torch.randn(3, 2, 4, 8, 8), *weights.values())
+
+
+@pytest.fixture
+def gradients(monkeypatch):
+    """Those of a block of ResNet-20, as on CUDA."""
+    monkeypatch.setattr(filter_response, "_has_kernels", lambda x: True)
+    torch.manual_seed(0)
+    return gradients_of(Block(4, 8))
 
 
 def test_weights_of_a_convolution_are_laid_out_once(gradients):
@@ -119,6 +125,60 @@ def test_copies_that_operators_share_are_written_once(packed):
 def test_compiled_gradients_of_a_pack(packed):
     function, inputs = packed
     torch.testing.assert_close(compile_in_two(function, list(inputs))(*inputs)[0], function(*inputs)[0])
+
+
+class Normalised(nn.Module):
+    """A block with BatchNorm: what comes between its convolutions is the compiler's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8, track_running_stats=False) for _ in range(2))
+
+    def forward(self, x):
+        x = F.relu(self.norms[0](self.first(x)))
+        return F.relu(x + self.norms[1](self.second(x)))
+
+
+def images_of(node):
+    """What our operators for convolutions read, but for weights."""
+    name = getattr(node.target, "__name__", "")
+    if not str(node.target).startswith("bsam.convolution"):
+        return []
+    return node.args[:2] if name.startswith("convolution_weight_gradient") else node.args[:1]
+
+
+def test_images_are_written_as_convolutions_read_them():
+    torch.manual_seed(0)
+    function, inputs = gradients_of(Normalised())
+    graph = trace(function, *inputs)
+    merge_views(graph)
+    keep_layouts(graph)
+    graph.recompile()
+    torch.testing.assert_close(graph(*inputs)[0], function(*inputs)[0])
+    read = [image for node in graph.graph.nodes for image in images_of(node)]
+    computed = [image for image in read if image.target is aten.as_strided.default]
+    assert len(read) == len(computed) + 2  # but for the first convolution and the gradient of its weights
+    assert all(image.meta["val"].is_contiguous(memory_format=torch.channels_last) for image in read)
+    compiled, codes = run_and_get_code(lambda: compile_in_two(function, list(inputs)))
+    torch.testing.assert_close(compiled(*inputs)[0], function(*inputs)[0])
+    made = [line for code in codes for line in code.splitlines() if "empty_strided_cpu((3, 2, 8, 8, 8)" in line]
+    assert made
+    assert all("(1024, 512, 1, 64, 8)" in line for line in made)
+    assert not any("empty_strided_cpu((6, 8, 8, 8)" in code for code in codes)  # copies
+
+
+def test_what_has_to_be_copied_is():
+    def function(x, w):
+        return torch.ops.bsam.convolution(F.relu(x).transpose(1, 2).reshape(4, 4, 4, 4), w, 1, 1, False)
+
+    x, w = torch.randn(2, 2, 4, 4, 4), torch.randn(1, 3, 3, 8, 4)
+    graph = trace(function, x, w)
+    merge_views(graph)
+    keep_layouts(graph)
+    graph.recompile()
+    assert count(graph, aten.as_strided.default) == 0
+    torch.testing.assert_close(graph(x, w), function(x, w))
 
 
 def test_last_sums_come_after_everything_else(gradients):

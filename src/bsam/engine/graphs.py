@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-__all__ = ["last_sums", "merge_views", "share_copies"]
+__all__ = ["keep_layouts", "last_sums", "merge_views", "share_copies"]
 
 aten = torch.ops.aten
 _LAYOUTS = (torch.contiguous_format, torch.channels_last)
@@ -45,6 +45,36 @@ def _positive(order: list[int]) -> list[int]:
     return [dim % len(order) for dim in order]
 
 
+def keep_layouts(graph: GraphModule) -> None:
+    """Have images that our operators read written as they read them, channels last, and once.
+
+    vmap's results have a dimension more. The compiler lays such out channel by channel, and would copy them for every
+    operator that reads them as images. What `as_strided` looks at it writes with the strides of the trace.
+    """
+    for node in list(graph.graph.nodes):
+        if node.target is not aten.reshape.default or not _read_by_ours(node) or not _is_computed(node.args[0]):
+            continue
+        (source, shape), value = node.args, node.args[0].meta["val"]
+        try:
+            strides = torch.empty_strided(value.shape, value.stride(), device="meta").view(shape).stride()
+        except RuntimeError:  # as it was traced, it is a copy
+            continue
+        with graph.graph.inserting_before(node):
+            written = graph.graph.call_function(aten.as_strided.default, (source, shape, list(strides), 0))
+        written.meta = dict(node.meta)
+        node.replace_all_uses_with(written)
+        graph.graph.erase_node(node)
+
+
+def _read_by_ours(node: Node) -> bool:
+    return any(getattr(user.target, "namespace", "") == "bsam" for user in node.users)
+
+
+def _is_computed(node: Node) -> bool:
+    """Whether an operation on elements makes it, so that it has memory of its own."""
+    return node.target is aten._to_copy.default or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def share_copies(graph: GraphModule) -> None:
     """Have copies that change a layout made once, if one of our operators reads them and something else too.
 
@@ -52,7 +82,7 @@ def share_copies(graph: GraphModule) -> None:
     """
     for node in list(graph.graph.nodes):
         told = node.target is aten.clone.default and node.kwargs.get("memory_format") in _LAYOUTS
-        if told and len(node.users) > 1 and any(getattr(user.target, "namespace", "") == "bsam" for user in node.users):
+        if told and len(node.users) > 1 and _read_by_ours(node):
             value = node.meta["val"]
             with graph.graph.inserting_after(node):
                 arguments = (node, list(value.shape), list(value.stride()), 0)

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.split_module import split_module
 
-from bsam.engine.graphs import last_sums, merge_views, share_copies
+from bsam.engine.graphs import keep_layouts, last_sums, merge_views, share_copies
 from bsam.kernels import convolution, filter_response
 
 __all__ = ["Captured", "compile_function", "compile_in_two"]
@@ -63,6 +63,7 @@ def _trace(function: Function, inputs: list[Tensor]) -> GraphModule:
     graph.graph.eliminate_dead_code()
     merge_views(graph)
     share_copies(graph)
+    keep_layouts(graph)
     graph.recompile()
     return graph
 
