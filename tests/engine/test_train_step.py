@@ -22,7 +22,7 @@ from tests.optim.test_contract import assert_same
 SPLITS = 4
 OPTIMIZERS = {
     "BSAM": lambda params, module, seed=0, **options: bsam.BSAM(
-        params, lr=0.1, num_data=100, splits=SPLITS, module=module, seed=seed, **options
+        params, lr=0.1, num_data=100, module=module, seed=seed, **{"splits": SPLITS, **options}
     ),
     "SAM-SGD": lambda params, module, seed=0, **options: bsam.SAM(
         params, torch.optim.SGD, rho=0.1, lr=0.1, momentum=0.9, splits=SPLITS, module=module, **options
@@ -267,8 +267,9 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_compiler
-def test_a_compiled_step_is_that_of_the_loop():
-    ours, plain = Run("BSAM"), Run("BSAM")
+@pytest.mark.parametrize("splits", [SPLITS, 8])  # means over 8 would not be a part of other kernels by themselves
+def test_a_compiled_step_is_that_of_the_loop(splits):
+    ours, plain = (Run("BSAM", splits=splits) for _ in range(2))
     batches = batches_of("mlp", 5)
     step = ours.engine(batches[0], compile=True)
     for batch in batches:

@@ -29,14 +29,16 @@ Function = Callable[..., Sequence[Tensor]]
 
 
 @torch.no_grad()
-def compile_function(function: Function, inputs: list[Tensor]) -> Function:
+def compile_function(function: Function, inputs: list[Tensor], *, unrolled: int = 0) -> Function:
     """Trace `function(*inputs)` and compile what it did; it may write into its inputs.
 
     Args:
         function: Takes tensors, returns a list of tensors.
         inputs: Examples. Shapes, types and devices of later calls must be the same.
+        unrolled: Sums of so many elements are written out, and become a part of the kernels around them.
     """
-    return _compile(_trace(function, inputs), inputs, {})
+    options = {"unroll_reductions_threshold": unrolled + 1} if unrolled > 7 else {}  # up to 7 are anyway
+    return _compile(_trace(function, inputs), inputs, options)
 
 
 @torch.no_grad()

@@ -192,7 +192,9 @@ class TrainStep:
         self._gradient = self._compile_gradient() if compile and not isinstance(method, VOGN) else None
         """Gradients at given weights: compiled by itself, because a step may ask for them twice."""
         flat, self._spec = pytree.tree_flatten(self._inputs())
-        function = compile_function(self._flat_step, flat) if compile else torch.no_grad()(self._flat_step)
+        function: Callable[..., Any] = torch.no_grad()(self._flat_step)
+        if compile:  # means over the splits join what reads their gradients, unless they are very many
+            function = compile_function(self._flat_step, flat, unrolled=min(self._splits, 32))
 
         def whole() -> None:
             self._draw()

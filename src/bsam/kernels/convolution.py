@@ -246,7 +246,8 @@ def _(dy: Tensor, x: Tensor, size: int, groups: int, stride: int, padding: int, 
 
     num_in, num_out = x.shape[1], dy.shape[1]
     chunks = num_chunks(dy, num_in, num_out, size, groups)
-    parts = torch.empty((chunks, groups, size, size, num_out, num_in), dtype=torch.float32, device=x.device)
+    exact = torch.float32 if chunks > 1 else dy.dtype  # one part is rounded as the sum is
+    parts = torch.empty((chunks, groups, size, size, num_out, num_in), dtype=exact, device=x.device)
     weight_gradient(_last(x), _last(dy), parts, stride=stride, padding=padding, precision=_precision(tf32))
     dw = _empty_weights(dy, x, size, groups)
     sum_weight_gradient(parts, dw)

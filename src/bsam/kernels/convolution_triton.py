@@ -137,7 +137,8 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
         ds = tl.load(of, mask=here[:, None] & (o[None, :] < OUT), other=0.0)
         total = tl.dot(tl.trans(ds), xs, total, input_precision=PRECISION)
     of = ((part * groups + group) * SIZE * SIZE + tap) * OUT
-    tl.store(dw + (of[None, :] + o[:, None]) * IN + c[None, :], total, mask=(o[:, None] < OUT) & used[None, :])
+    to, here = dw + (of[None, :] + o[:, None]) * IN + c[None, :], (o[:, None] < OUT) & used[None, :]
+    tl.store(to, total.to(dw.dtype.element_ty), mask=here)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -229,7 +230,7 @@ def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: 
     Args:
         x: Inputs of the convolution, channels last in memory.
         dy: Gradient with respect to its outputs, channels last in memory.
-        dw: Where to write: (chunks, groups, size, size, outputs, inputs), float32.
+        dw: Where to write: (chunks, groups, size, size, outputs, inputs).
         stride: Of the convolution.
         padding: Of the convolution.
         precision: Of products of float32: "tf32" or "ieee".
