@@ -960,11 +960,12 @@ def test_a_captured_step_that_is_not_finite_raises_soon(name):
 
 @pytest.mark.gpu
 @on_cuda
-def test_a_captured_step_of_the_tables_is_that_of_the_loop():
-    """ResNet-20 in bfloat16, as it is trained: all of our kernels in one step, against torch's in the loop."""
+@pytest.mark.parametrize(("network", "least"), [("resnet20_frn", 0.99), ("resnet18", 0.98)])
+def test_a_captured_step_of_the_tables_is_that_of_the_loop(network, least):
+    """Networks in bfloat16, as they are trained: all of our kernels in one step, against torch's in the loop."""
     runs = []
     for options in ({}, {"vectorise": False}):
-        model = make_model("resnet20_frn", num_classes=10, image_shape=(3, 32, 32), seed=0).cuda()
+        model = make_model(network, num_classes=10, image_shape=(3, 32, 32), seed=0).cuda()
         options = {"betas": (0.9, 0.5), "splits": 4, "module": model, **options}
         runs.append((model, bsam.BSAM(model.parameters(), lr=0.1, num_data=100, **options)))
     (ours, optimizer), (plain, loop) = runs
@@ -987,7 +988,7 @@ def test_a_captured_step_of_the_tables_is_that_of_the_loop():
             for m, o in ((ours, optimizer), (plain, loop))
         )
         one, other = one - one.mean(), other - other.mean()
-        assert F.cosine_similarity(one, other, dim=0) > 0.99
+        assert F.cosine_similarity(one, other, dim=0) > least
         assert 0.97 < one.norm() / other.norm() < 1.03
 
 
