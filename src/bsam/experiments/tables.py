@@ -18,7 +18,7 @@ from bsam.experiments.reproduce.show import block_markdown, comparison_markdown,
 __all__ = ["pages", "render", "rewrite"]
 
 _STUDIES = ("sweep_rho", "ablate_noise", "ablate_samples", "ablate_splits", "ablate_curvature")
-_TUNINGS = ("tuning_cifar10",)
+_TUNINGS = ("tuning_cifar10", "tuning_cifar10_60")
 _BEGIN = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)
 _END = "<!-- end -->"
 

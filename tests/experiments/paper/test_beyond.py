@@ -16,7 +16,7 @@ from bsam.experiments.reproduce.show import comparison_markdown
 from tests.experiments.reproduce.records import write_record
 
 IVON = "here/cifar10/ivon"
-RECORD = Path(__file__).parents[3] / "results" / "tuning_cifar10.json"
+RESULTS = Path(__file__).parents[3] / "results"
 
 
 def row_of(records, name=IVON):
@@ -47,7 +47,11 @@ def test_they_are_run_as_the_others_of_their_block(name):
 
 @pytest.mark.parametrize(
     "row",
-    [f"mnist/{m}" for m in ("sgd", "sam-sgd", "swag", "vogn", "adam", "sam-adam", "bsam")] + ["fashionmnist/bsam"],
+    [
+        f"{dataset}/{method}"
+        for dataset in ("mnist", "fashionmnist")
+        for method in ("sgd", "sam-sgd", "swag", "vogn", "adam", "sam-adam", "bsam")
+    ],
 )
 def test_standardised_rows_differ_from_the_papers_in_their_pixels_only(row):
     paper = preset(f"table6/{row}")
@@ -61,15 +65,19 @@ def test_ivon_has_the_published_settings():
     assert config.prior_precision == pytest.approx(2e-4 * 5e4)
 
 
-def test_the_tuned_row_has_the_settings_that_were_chosen():
+@pytest.mark.parametrize(("row", "record"), [("bsam-tuned", "tuning_cifar10"), ("bsam-tuned-60", "tuning_cifar10_60")])
+def test_a_tuned_row_has_the_settings_that_were_chosen(row, record):
     """Neither is there without the other."""
-    settings = contents()["here/cifar10/bsam-tuned"].get("settings")
-    assert (settings is not None) == RECORD.exists()
+    path = RESULTS / f"{record}.json"
+    settings = contents()[f"here/cifar10/{row}"].get("settings")
+    assert (settings is not None) == path.exists()
     if settings is not None:
-        record = json.loads(RECORD.read_text())
+        record = json.loads(path.read_text())
         assert settings == record["chosen"]["settings"]
         assert record["base"] == "table1/cifar10/bsam"
-        assert f"{record['validation']:,} training images" in beyond()["here/cifar10/bsam-tuned"].about
+        about = beyond()[f"here/cifar10/{row}"].about
+        assert f"{record['validation']:,} training images" in about
+        assert path.name in about
 
 
 def test_a_row_without_settings_is_not_there_yet(monkeypatch):
