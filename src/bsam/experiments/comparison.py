@@ -8,8 +8,9 @@ difference to speak of.
 A row of ours that the paper does not have is marked as such, and has no difference, unless it stands beside one of the
 paper's.
 
-The best of a block are those that a Welch test does not tell from the best mean at 5%. A single seed cannot be tested
-and is never among them; rows of different scales are not compared.
+The best of a block are those that a Welch test does not tell from the best mean at 5%. Fewer than three seeds are never
+among them: with one there is no test, and one with two tells almost nothing apart. Rows of different scales are not
+compared.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ __all__ = [
 Mark = Literal["matches", "better", "worse", "reduced", "missing", "ours"]
 HIGHER_IS_BETTER = {"accuracy": True, "nll": False, "ece": False, "auroc": True}
 SIGNIFICANCE = 0.05
+TESTED_SEEDS = 3
 SEEDS: dict[Scale, int] = {"full": PAPER_SEEDS, "reduced": 2, "tiny": 2}
 """How many seeds a scale has if nothing else is said."""
 
@@ -193,7 +195,9 @@ def _best_marked(rows: list[Row]) -> tuple[Row, ...]:
     cells = [list(row.cells) for row in rows]
     for column, metric in enumerate(METRICS):
         tested = [
-            i for i, row in enumerate(rows) if row.scale == fullest and row.seeds > 1 and not _is_nan(cells[i][column])
+            i
+            for i, row in enumerate(rows)
+            if row.scale == fullest and row.seeds >= TESTED_SEEDS and not _is_nan(cells[i][column])
         ]
         if not tested:
             continue

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 TITLES = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "auroc": "AUROC ↑"}
-BEST_NOTE = "Bold: not told from the best of the block by a Welch test at 5%; one seed is not tested and has no sd."
+BEST_NOTE = "Bold: not told from the best of the block by a Welch test at 5%; fewer than three seeds are not tested."
 _NOTES = {
     "full": "",
     "reduced": "Fewer epochs than the paper's runs.",
