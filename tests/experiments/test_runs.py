@@ -349,6 +349,8 @@ def test_evaluation_needs_a_finished_run(tmp_path):
     start(tmp_path)
     with pytest.raises(FileNotFoundError, match="no finished run"):
         evaluate(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"elsewhere holds no run: there is no .*config.toml"):
+        evaluate(tmp_path / "elsewhere")
 
 
 def test_devices():

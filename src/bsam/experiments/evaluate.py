@@ -53,6 +53,8 @@ def evaluate(
         The metrics, by their names in the record, see `evaluation_name`.
     """
     path = folder / "record.json"
+    if not (folder / "config.toml").is_file():
+        raise FileNotFoundError(f"{folder} holds no run: there is no {folder / 'config.toml'}.")
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no finished run. Go on with: bsam train --resume {folder}")
     record: dict[str, Any] = json.loads(path.read_text())
