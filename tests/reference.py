@@ -36,9 +36,11 @@ def bsam(
     mean_abs: bool = True,
     sampled=1.0,
     perturbed=1.0,
+    from_sample: bool = True,
 ):
-    """Algorithm 1, red boxes, with lines 3 to 6 replaced by the m-sharpness listing (rho restored in its line 5, and
-    its line 6 at omega + epsilon_k). Yields (omega, s, g_m, loss) after each step; noise(t, k) is standard normal."""
+    """Algorithm 1, red boxes, with lines 3 to 6 replaced by the m-sharpness listing, rho restored in its line 5. Its
+    line 6 is at theta_k + epsilon_k, or at omega + epsilon_k, as Algorithm 1 prints it. Yields (omega, s, g_m, loss)
+    after each step; noise(t, k) is standard normal."""
     omega = omega.copy()
     s = np.full_like(omega, s_0)  # line 1
     g_m = np.zeros_like(omega)
@@ -53,7 +55,7 @@ def bsam(
             theta = omega + sampled * sigma * noise(t, k)  # line 3
             loss_k, g_k = gradient(theta, part)  # line 4
             eps_k = perturbed * rho * g_k / s  # line 5
-            _, g_eps_k = gradient(omega + eps_k, part)  # line 6
+            _, g_eps_k = gradient((theta if from_sample else omega) + eps_k, part)  # line 6
             g += len(part) / B * g_k
             abs_g += len(part) / B * np.abs(g_k)
             g_eps += len(part) / B * g_eps_k

@@ -149,7 +149,13 @@ def test_groups_have_their_own_options(name, special):
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_grad_norm": 0.05}, {"curvature": "abs_mean"}, {"sample_noise": False}, {"batch_norm": "none"}],
+    [
+        {"max_grad_norm": 0.05},
+        {"perturb_from": "mean"},
+        {"curvature": "abs_mean"},
+        {"sample_noise": False},
+        {"batch_norm": "none"},
+    ],
 )
 def test_options_of_the_whole_optimizer(options):
     ours, plain = (Run("BSAM", "normalised", **options) for _ in range(2))

@@ -46,7 +46,8 @@ def run(problem, optimizer, minibatches):
 @pytest.mark.parametrize("form", ["mean_abs", "abs_mean"])
 @pytest.mark.parametrize("sample_noise", [True, False])
 @pytest.mark.parametrize("size", [12, 10])  # 10 = 3 + 3 + 2 + 2: ragged
-def test_matches_the_transcription(name, splits, form, sample_noise, size):
+@pytest.mark.parametrize("perturb_from", ["sample", "mean"])
+def test_matches_the_transcription(name, splits, form, sample_noise, size, perturb_from):
     problem = PROBLEMS[name]()
     N = 2 * len(problem.x)
     optimizer = bsam.BSAM(
@@ -60,6 +61,7 @@ def test_matches_the_transcription(name, splits, form, sample_noise, size):
         damping=0.2,
         init_precision=0.7,
         splits=splits,
+        perturb_from=perturb_from,
         curvature=form,
         sample_noise=sample_noise,
         seed=11,
@@ -81,6 +83,7 @@ def test_matches_the_transcription(name, splits, form, sample_noise, size):
         s_0=0.7,
         mean_abs=form == "mean_abs",
         sampled=float(sample_noise),
+        from_sample=perturb_from == "sample",
     )
     start = problem.weights()
     for (omega, s, g_m, loss), (weights, ours) in zip(expected, run(problem, optimizer, minibatches), strict=True):
@@ -108,14 +111,17 @@ def test_matches_the_transcription_on_cuda(nonfinite):
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_two_groups_match_the_transcription(splits):
+@pytest.mark.parametrize("perturb_from", ["sample", "mean"])
+@pytest.mark.parametrize(("perturb", "sample"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("vectorise", [False, True])
+def test_two_groups_match_the_transcription(splits, perturb_from, perturb, sample, vectorise):
     """Every option a group may have, in the transcription a vector with one number a weight."""
     problem = logistic()
     first, second = problem.model.parameters()
     optimizer = bsam.BSAM(
         [
             {"params": [first], "lr": 0.2, "rho": 0.01, "prior_precision": 5.0, "betas": (0.5, 0.9), "damping": 0.5},
-            {"params": [second], "perturb": False, "sample": False},
+            {"params": [second], "perturb": perturb, "sample": sample},
         ],
         lr=0.03,
         num_data=40,
@@ -124,9 +130,12 @@ def test_two_groups_match_the_transcription(splits):
         betas=(0.9, 0.99),
         damping=0.1,
         splits=splits,
+        perturb_from=perturb_from,
+        module=problem.model,
+        vectorise=vectorise,
     )
     of_group = lambda a, b: np.array([a, a, a, b])  # noqa: E731
-    minibatches = problem.minibatches(STEPS, 13)
+    minibatches = problem.minibatches(STEPS, 12 if vectorise else 13)
     expected = reference.bsam(
         problem.gradient,
         problem.weights(),
@@ -140,8 +149,9 @@ def test_two_groups_match_the_transcription(splits):
         gamma=of_group(0.5, 0.1),
         N=40,
         m=splits,
-        sampled=of_group(1.0, 0.0),
-        perturbed=of_group(1.0, 0.0),
+        sampled=of_group(1.0, float(sample)),
+        perturbed=of_group(1.0, float(perturb)),
+        from_sample=perturb_from == "sample",
     )
     for (omega, s, _, _), (weights, _) in zip(expected, run(problem, optimizer, minibatches), strict=True):
         np.testing.assert_allclose(weights, omega, rtol=1e-10)
@@ -209,11 +219,14 @@ def test_stationary_precision_on_a_quadratic():
     torch.testing.assert_close(mean_s.view(500, 4).mean(0), expected, rtol=0.005, atol=0)
 
 
-def test_noise_has_the_posterior_variance():
-    """What the closure sees is omega + N(0, 1 / (num_data * augmentation_factor * s))."""
+@pytest.mark.parametrize("perturb_from", ["sample", "mean"])
+def test_noise_has_the_posterior_variance(perturb_from):
+    """The closure sees omega + N(0, 1 / (num_data * augmentation_factor * s)); both passes have the same noise."""
     w = nn.Parameter(torch.linspace(-1, 1, 20_000, dtype=torch.float64))
     start = w.detach().clone()
-    optimizer = bsam.BSAM([w], num_data=50, augmentation_factor=4.0, init_precision=0.3, seed=1)
+    optimizer = bsam.BSAM(
+        [w], num_data=50, augmentation_factor=4.0, init_precision=0.3, perturb_from=perturb_from, seed=1
+    )
     seen = []
 
     def closure():
@@ -225,13 +238,52 @@ def test_noise_has_the_posterior_variance():
     assert abs(z.mean().item()) < 3 / math.sqrt(20_000)
     assert abs(z.var().item() - 1) < 3 * math.sqrt(2 / 20_000)
     assert abs((z**4).mean().item() - 3) < 3 * math.sqrt(96 / 20_000)
-    assert torch.equal(seen[1], torch.zeros_like(z))  # second pass: omega + 0, no noise
+    assert torch.equal(seen[1], z if perturb_from == "sample" else torch.zeros_like(z))  # the gradient is 0
 
 
-def test_offsets_of_the_two_passes():
-    """Line 3: theta = omega + e. Line 6: omega + rho g / s, not theta + rho g / s."""
+@pytest.mark.parametrize("vectorise", [False, True])
+def test_both_gradients_of_a_split_share_one_noise_and_splits_do_not(vectorise):
+    """The loss is c w: the second pass is at theta + rho c / s, so the two passes differ by a constant."""
+    model = nn.Linear(30_000, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(model.weight)
+    optimizer = bsam.BSAM(
+        model.parameters(), num_data=10, rho=0.5, init_precision=0.25, splits=2, module=model, vectorise=vectorise
+    )
+    seen = []
+
+    def loss_fn(x):
+        if not vectorise:
+            seen.append(model.weight.detach().clone())
+        return (x * model.weight).mean(0).sum()
+
+    if vectorise:  # the weights of all splits, as they are handed to the loss
+        from bsam.optim.together import GradAtStack
+
+        class Seen(GradAtStack):
+            def __call__(self, weights):
+                weights = list(weights)
+                seen.extend(weights[0].clone().unbind())
+                return super().__call__(weights)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("bsam.optim.together.GradAtStack", Seen)
+            optimizer.step(loss_fn, torch.ones(4, 30_000, dtype=torch.float64))
+        first, second = seen[:2], seen[2:]
+    else:
+        optimizer.step(loss_fn, torch.ones(4, 30_000, dtype=torch.float64))
+        first, second = seen[::2], seen[1::2]
+    for theta, worse in zip(first, second, strict=True):
+        torch.testing.assert_close(worse - theta, torch.full_like(theta, 0.5 / 0.25))
+    e_1, e_2 = (theta.flatten() * math.sqrt(10 * 0.25) for theta in first)
+    assert abs((e_1 * e_2).mean().item()) < 3 / math.sqrt(30_000)
+    assert abs(e_1.var().item() - 1) < 3 * math.sqrt(2 / 30_000)
+
+
+@pytest.mark.parametrize("perturb_from", ["sample", "mean"])
+def test_offsets_of_the_two_passes(perturb_from):
+    """Line 3: theta = omega + e. Line 6: theta + rho g / s, or omega + rho g / s."""
     w = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
-    optimizer = bsam.BSAM([w], num_data=10, rho=0.5, init_precision=0.25)
+    optimizer = bsam.BSAM([w], num_data=10, rho=0.5, init_precision=0.25, perturb_from=perturb_from)
     seen = []
 
     def closure():
@@ -241,7 +293,20 @@ def test_offsets_of_the_two_passes():
     optimizer.step(closure)
     e = standard_normal(0, 0, 0, 0, (2,), dtype=torch.float64) / math.sqrt(10 * 0.25)
     torch.testing.assert_close(seen[0], torch.tensor([1.0, 2.0], dtype=torch.float64) + e)
-    torch.testing.assert_close(seen[1], torch.tensor([1.0 + 0.5 * 3.0 / 0.25, 2.0 - 0.5 / 0.25], dtype=torch.float64))
+    eps = torch.tensor([0.5 * 3.0 / 0.25, -0.5 / 0.25], dtype=torch.float64)
+    start = seen[0] if perturb_from == "sample" else torch.tensor([1.0, 2.0], dtype=torch.float64)
+    torch.testing.assert_close(seen[1], start + eps)
+
+
+def test_a_state_without_the_option_was_trained_from_the_mean():
+    problem = logistic()
+    optimizer = bsam.BSAM(problem.model.parameters(), num_data=40)
+    optimizer.step(problem.loss_fn, problem.x, problem.y)
+    state = optimizer.state_dict()
+    assert state["param_groups"][0].pop("perturb_from") == "sample"
+    loaded = bsam.BSAM(problem.model.parameters(), num_data=40)
+    loaded.load_state_dict(state)
+    assert loaded.param_groups[0]["perturb_from"] == "mean"
 
 
 def test_seeds_differ_and_the_global_generator_is_not_used():

@@ -148,9 +148,11 @@ def test_gradients_are_clipped(name):
 
 @pytest.mark.parametrize("curvature", ["mean_abs", "abs_mean"])
 @pytest.mark.parametrize("sample_noise", [True, False])
+@pytest.mark.parametrize("perturb_from", ["sample", "mean"])
 @pytest.mark.usefixtures("_no_loop")
-def test_options_of_bsam(curvature, sample_noise):
-    train(pair("BSAM", "mlp", curvature=curvature, sample_noise=sample_noise), batches_of("mlp", count=3))
+def test_options_of_bsam(curvature, sample_noise, perturb_from):
+    options = {"curvature": curvature, "sample_noise": sample_noise, "perturb_from": perturb_from}
+    train(pair("BSAM", "mlp", **options), batches_of("mlp", count=3))
 
 
 class Unused(nn.Module):

@@ -16,7 +16,7 @@ __all__ = ["alike", "fixed_options", "one_architecture", "reached", "rows_of_run
 
 FIXED = (
     "splits", "nonfinite", "max_grad_norm", "batch_norm", "num_data", "augmentation_factor", "seed", "curvature",
-    "sample_noise", "statistics", "sample", "perturb",
+    "sample_noise", "statistics", "sample", "perturb", "perturb_from",
 )  # fmt: skip
 """Options that are compiled in."""
 

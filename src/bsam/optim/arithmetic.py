@@ -16,9 +16,11 @@ def plus(a: Tensor, b: Tensor, weight: float | Tensor) -> Tensor:
     return a + weight * b if isinstance(weight, Tensor) else torch.add(a, b, alpha=weight)
 
 
-def plus_quotient(a: Tensor, b: Tensor, c: Tensor, weight: float | Tensor) -> Tensor:
-    """a + weight b / c."""
-    return a + weight * b / c if isinstance(weight, Tensor) else torch.addcdiv(a, b, c, value=weight)
+def plus_quotient(a: Tensor, b: Tensor, c: Tensor, weight: float | Tensor, *, into_a: bool = False) -> Tensor:
+    """a + weight b / c, which may be written into a where the weight is a number."""
+    if isinstance(weight, Tensor):
+        return a + weight * b / c
+    return torch.addcdiv(a, b, c, value=weight, out=a if into_a else None)
 
 
 def average(a: Tensor, b: Tensor, keep: float | Tensor) -> Tensor:

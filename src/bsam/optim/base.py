@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,9 @@ class ProbingOptimizer(Optimizer):
 
     whole_options: tuple[str, ...] = ("splits", "nonfinite", "max_grad_norm", "batch_norm")
     """Options of the whole optimizer. They are in every group, so that `state_dict` holds them, and must agree."""
+
+    absent_options: ClassVar[dict[str, Any]] = {}
+    """What an option is in a state that was saved before the option existed, where that is not its default."""
 
     def __init__(
         self,
@@ -353,7 +356,7 @@ class ProbingOptimizer(Optimizer):
                 f"the loaded state has parameter groups of {[len(g['params']) for g in saved]} parameters, this "
                 f"optimizer has {[len(g['params']) for g in self.param_groups]}."
             )
-        merged = [{**self.defaults, **group} for group in saved]
+        merged = [{**self.defaults, **self.absent_options, **group} for group in saved]
         for group in merged:
             self._check_group(group)
         self._check_agreement(merged)
@@ -386,7 +389,7 @@ class ProbingOptimizer(Optimizer):
         if "_away" not in self.__dict__:
             self._reset()
         for group in self.param_groups:  # a state saved by an older version
-            for name, value in self.defaults.items():
+            for name, value in {**self.defaults, **self.absent_options}.items():
                 if name != "differentiable":  # torch adds it to the defaults, and expects no group to have it
                     group.setdefault(name, value)
 

@@ -8,7 +8,7 @@ several splits, the listing of appendix E.4 ("bSAM algorithm with m-sharpness").
     3:      theta_k  <-  omega + e_k,   e_k ~ N(0, sigma^2),   sigma^2 = 1 / (N s)
     4:      g_k      <-  mean gradient of M_k at theta_k
     5:      eps_k    <-  rho g_k / s
-    6:      g_eps    <-  mean over k of the mean gradient of M_k at omega + eps_k
+    6:      g_eps    <-  mean over k of the mean gradient of M_k at theta_k + eps_k
     7:      g_m      <-  beta1 g_m + (1 - beta1) (g_eps + delta omega)
     8:      s        <-  beta2 s + (1 - beta2) (sqrt(s) |g| + delta + gamma)
     9:      omega    <-  omega - alpha g_m / s
@@ -25,8 +25,10 @@ several splits, the listing of appendix E.4 ("bSAM algorithm with m-sharpness").
 
 Where this differs from print, and why:
 
-- Line 6 of the appendix's listing adds the noise e_k again and its line 5 leaves rho out; the authors' code, and
-  Algorithm 1, take the second gradient at omega + eps_k with eps_k = rho g_k / s. So does this.
+- The paper prints three places for the second gradient (line 6): omega + eps in Algorithm 1, theta + eps in the
+  derivation, and omega + e_k in the listing of appendix E.4, whose line 5 also leaves rho out. The default,
+  `perturb_from="sample"`, is the derivation's: each split keeps its noise. `"mean"` is Algorithm 1 as printed, and as
+  the authors' code has it. docs/algorithm.md says which numbers each of them gives.
 - `curvature="mean_abs"` (the default, as the authors' code) averages |g_k| over the splits; `"abs_mean"` takes the
   absolute value of the average, as printed. They agree for one split.
 - The printed order of lines 8 and 9 is kept: omega moves with the new s (the authors' code: with the old one).
@@ -41,7 +43,7 @@ State of a parameter: `momentum` (g_m), `unit_precision` (s) and `step`; float32
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -60,9 +62,9 @@ def posterior_std(s: Tensor, N: float) -> Tensor:
     return (N * s).rsqrt_()  # line 3
 
 
-def perturbed(omega: Tensor, g: Tensor, s: Tensor, rho: float | Tensor) -> Tensor:
-    """omega + eps, where the adversarial step eps is SAM's with a vector in place of the norm."""
-    return plus_quotient(omega, g, s, rho)  # line 5
+def perturbed(weights: Tensor, g: Tensor, s: Tensor, rho: float | Tensor, *, in_place: bool = False) -> Tensor:
+    """The weights plus eps, where the adversarial step eps is SAM's with a vector in place of the norm."""
+    return plus_quotient(weights, g, s, rho, into_a=in_place)  # line 5
 
 
 def curvature(abs_g: Tensor, s: Tensor) -> Tensor:
@@ -112,6 +114,8 @@ class BSAM(GaussianOptimizer):
             N is num_data * augmentation_factor.
         splits: Into how many parts each minibatch is cut, each with a noise and a perturbation of its own
             (m-sharpness; the paper uses 8). Not gradient accumulation: it changes the method.
+        perturb_from: Where the adversarial step of a split starts: `"sample"`, at the weights that were sampled for its
+            first gradient, or `"mean"`, at the mean, as Algorithm 1 prints it.
         curvature: `"mean_abs"`, the mean of |g_k| over the splits, or `"abs_mean"`, |mean of g_k|.
         sample_noise: False leaves out line 3, the paper's "bSAM w/o noise".
         nonfinite: `"raise"` stops at a loss or gradient that is not finite, `"skip"` leaves the step out and counts
@@ -135,7 +139,8 @@ class BSAM(GaussianOptimizer):
         ...     prediction = model(x)
     """
 
-    whole_options = (*GaussianOptimizer.whole_options, "init_precision", "curvature", "sample_noise")
+    whole_options = (*GaussianOptimizer.whole_options, "init_precision", "perturb_from", "curvature", "sample_noise")
+    absent_options: ClassVar[dict[str, Any]] = {"perturb_from": "mean"}
 
     def __init__(
         self,
@@ -150,6 +155,7 @@ class BSAM(GaussianOptimizer):
         init_precision: float = 1.0,
         augmentation_factor: float = 1.0,
         splits: int = 1,
+        perturb_from: str = "sample",
         curvature: str = "mean_abs",
         sample_noise: bool = True,
         nonfinite: str = "raise",
@@ -172,6 +178,7 @@ class BSAM(GaussianOptimizer):
             "init_precision": init_precision,
             "augmentation_factor": augmentation_factor,
             "splits": splits,
+            "perturb_from": perturb_from,
             "curvature": curvature,
             "sample_noise": sample_noise,
             "nonfinite": nonfinite,
@@ -185,6 +192,7 @@ class BSAM(GaussianOptimizer):
         super()._check_group(group)
         options.non_negative("rho", group["rho"])
         options.positive("init_precision", group["init_precision"])
+        options.one_of("perturb_from", group["perturb_from"], ("sample", "mean"))
         options.one_of("curvature", group["curvature"], ("mean_abs", "abs_mean"))
         for name in ("perturb", "sample_noise"):
             options.one_of(name, group[name], (True, False))
@@ -207,18 +215,28 @@ class BSAM(GaussianOptimizer):
         return self._sample(slot, split) if self._option("sample_noise") else slot.mean  # line 3
 
     def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
-        g = grad_at(theta)  # line 4
+        from_sample = self._option("perturb_from") == "sample"
+        if from_sample:
+            g, start = grad_at.with_weights(theta)  # line 4
+        else:
+            g, start = grad_at(theta), [slot.mean for slot in slots]
         # Counted before the second pass, to need its memory once, and as a copy: DistributedDataParallel may write
         # the next gradients where g lies.
         mean_abs = self._option("curvature") == "mean_abs"
         tally.add("curvature", (t.abs() if mean_abs else t.clone() for t in g))
         worse = (  # line 5, made one by one as the weights are written
-            perturbed(slot.mean.to(slot.dtype), g_i, slot.state["unit_precision"], slot.group["rho"])
+            perturbed(
+                at.to(slot.mean.dtype).to(slot.dtype),  # a loop has rounded the sample to the type of the weights
+                g_i,
+                slot.state["unit_precision"],
+                slot.group["rho"],
+                in_place=from_sample,
+            )
             if slot.group["perturb"]
-            else slot.mean.expand_as(g_i)
-            for slot, g_i in zip(slots, g, strict=True)
+            else at.expand_as(g_i)
+            for slot, at, g_i in zip(slots, start, g, strict=True)
         )
-        del g  # its memory is free once the weights are written
+        del g, start  # their memory is free once the weights are written
         tally.add("gradient", grad_at(worse))  # line 6
 
     def _update(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:

@@ -52,6 +52,12 @@ class Gradients(Protocol):
     def __call__(self, weights: Iterable[Tensor], /) -> list[Tensor]:
         """The gradients, one a slot."""
 
+    def with_weights(self, weights: Iterable[Tensor], /) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients, and the weights where they were taken, one tensor per slot each.
+
+        These weights may be written to, and lie in the model if it is probed in a loop. Use them before the next pass.
+        """
+
     def moments(self, weights: Iterable[Tensor], /) -> tuple[list[Tensor], list[Tensor]]:
         """Mean and mean square of the gradients of the examples, one tensor a slot each."""
 
@@ -79,6 +85,10 @@ class GradAt:
     def __call__(self, weights: Iterable[Tensor]) -> list[Tensor]:
         """The gradients, one a slot."""
         return self._evaluate(weights, self._gradients)
+
+    def with_weights(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients, and the parameters themselves, which hold the weights until the next pass."""
+        return self(weights), [slot.parameter for slot in self._slots]
 
     def moments(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Mean and mean square of the gradients of the examples, one tensor a slot each."""

@@ -107,6 +107,11 @@ class GradAtStack:
         self.losses.append(losses.detach())
         return [gradient.detach() for gradient in gradients]
 
+    def with_weights(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients, and the weights themselves, stacked."""
+        weights = list(weights)
+        return self(weights), weights
+
     def evaluate_all(
         self, weights: list[Tensor], tensors: list[Tensor], buffers: dict[str, Tensor]
     ) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
