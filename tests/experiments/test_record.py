@@ -3,9 +3,12 @@
 import json
 import math
 import os
+import subprocess
 
 import pytest
+import torch
 
+from bsam.experiments import record
 from bsam.experiments.record import environment, to_json, write_json
 
 
@@ -30,4 +33,36 @@ def test_a_record_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatc
 
 def test_a_copy_without_history_can_be_told_its_commit(monkeypatch):
     monkeypatch.setenv("BSAM_COMMIT", "0123456789ab")
-    assert environment()["commit"] == "0123456789ab"
+    found = environment()
+    assert (found["commit"], found["changed"]) == ("0123456789ab", False)
+    monkeypatch.setenv("BSAM_COMMIT", "0123456789ab+")
+    found = environment()
+    assert (found["commit"], found["changed"]) == ("0123456789ab", True)
+
+
+def test_the_commit_of_a_checkout_is_named_in_full_and_whether_files_differ(tmp_path, monkeypatch):
+    monkeypatch.delenv("BSAM_COMMIT", raising=False)
+
+    def git(*arguments):
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    (tmp_path / "code.py").write_text("a = 1\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    monkeypatch.setattr(record, "__file__", str(tmp_path / "code.py"))
+    assert (environment()["commit"], environment()["changed"]) == (git("rev-parse", "HEAD"), False)
+    assert len(environment()["commit"]) == 40
+    (tmp_path / "code.py").write_text("a = 2\n")
+    assert environment()["changed"] is True
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_the_libraries_and_the_precision_of_products_are_named():
+    found = environment(torch.device("cuda"))
+    assert found["cuda"] == torch.version.cuda
+    assert found["cudnn"] == torch.backends.cudnn.version()
+    assert found["packages"]["triton"]
+    assert found["tf32"] == {"products": False, "convolutions": True}  # torch's defaults

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -21,11 +22,13 @@ from bsam.experiments.commands import app
 from bsam.experiments.config import override
 from bsam.experiments.data import load
 from bsam.experiments.evaluate import evaluate
-from bsam.experiments.methods import METHODS, predict
+from bsam.experiments.methods import METHODS, make_optimizer, predict
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.runs import Run, RunInterruptedError, _locked, choose_device
 from bsam.experiments.trainer import Trainer
+from tests import reference
 from tests.optim.test_contract import assert_same
+from tests.problems import logistic
 
 SHORT = {method: ["epochs=3", "batch_size=200", "beta2=0.5", "validation=0"] for method in METHODS}
 SHORT["ivon"] = ["epochs=3", "batch_size=200", "validation=0"]  # it diverges with a beta2 that small
@@ -95,6 +98,31 @@ def test_seeds_change_weights_and_order(digits):
     assert any(not torch.equal(a, b) for a, b in zip(weights[0].values(), weights[1].values(), strict=True))
 
 
+@pytest.mark.parametrize("method", ["adam", "sam-adam"])
+def test_adam_without_bias_correction_is_as_printed(method):
+    problem = logistic()
+    config = override(
+        preset(f"digits/{method}"), ["bias_correction=false", "lr=0.01", "prior_precision=1.2", "splits=1"]
+    )
+    rho = config.rho if method == "sam-adam" else 0.0
+    optimizer = make_optimizer(config, problem.model, len(problem.x), seed=0)
+    minibatches = problem.minibatches(30, 10)
+    decay = config.prior_precision / len(problem.x)
+    options = {"alpha": 0.01, "beta1": config.beta1, "beta2": config.beta2, "rho": rho, "delta": decay}
+    expected = reference.sam_adam(problem.gradient, problem.weights(), minibatches, bias_correction=False, **options)
+
+    for (omega, _), minibatch in zip(expected, minibatches, strict=True):
+
+        def loss(index=minibatch):
+            optimizer.zero_grad()
+            found = problem.loss_fn(problem.x[index], problem.y[index])
+            found.backward()
+            return found
+
+        optimizer.step(loss)
+        np.testing.assert_allclose(problem.weights(), omega, rtol=1e-9, atol=1e-12)
+
+
 def test_rates_follow_the_schedule(digits):
     trainer = Trainer(short("swag", "swag_lr=0.011", "swag_momentum=0.3", "warmup_epochs=1"), digits, seed=0)
     seen = []
@@ -159,6 +187,8 @@ def test_a_run_leaves_everything_that_is_needed(tmp_path):
     assert record["config"]["lr"] == run.config.lr
     assert record["seconds"] > 0
     assert record["environment"]["packages"]["torch"] == torch.__version__
+    assert record["engine"] == {"compiled": False, "seeds_together": 1, "processes_on_device": 1}
+    assert record["data_sha256"] == load("digits", validation=run.config.validation).sha256
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [entry["epoch"] for entry in log] == [1, 2, 3]
 
@@ -167,6 +197,7 @@ def test_a_run_leaves_everything_that_is_needed(tmp_path):
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert set(record["evaluations"]["test"]) == {"0", "4"}
     assert record["evaluations"]["test"]["4"]["intervals"]["nll"][0] <= results["4"].nll
+    assert record["evaluations"]["test"]["4"]["environment"]["packages"] == record["environment"]["packages"]
     bins = record["evaluations"]["test"]["4"]["reliability"]
     assert sum(count for count, _, _ in bins) == results["4"].num_examples
     gap = sum(count * abs(accuracy - confidence) for count, confidence, accuracy in bins if count)
@@ -220,6 +251,7 @@ def test_predictions_are_made_once(tmp_path, monkeypatch):
         without_data.setattr("bsam.experiments.evaluate.load", None)
         assert again() == (nll, [])
     assert again(again=True) == (nll, [0, 4])
+    assert again(seed=0) == (nll, [])  # the seed of the run
     other, made = again(seed=1)
     assert made == [0, 4]
     assert other != nll

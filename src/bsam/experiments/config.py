@@ -64,12 +64,16 @@ class Config:
     """gamma: added to the curvature by bSAM and VOGN"""
     splits: int = 1
     """m: parts of a minibatch that are perturbed on their own (m-sharpness)"""
+    perturb_from: Literal["sample", "mean"] = "mean"
+    """where bSAM's adversarial step starts: at the sample, or at the mean"""
     curvature: Literal["mean_abs", "abs_mean"] = "mean_abs"
     """how bSAM reads |g|: mean over the parts of |g|, or |mean over the parts|"""
     statistics: Literal["average", "latest"] = "average"
     """how VOGN reads beta_2, see `bsam.VOGN`"""
     sample_noise: bool = True
     """whether bSAM perturbs a sample of the weights, or (false) their mean"""
+    bias_correction: bool = True
+    """whether Adam, alone or below SAM, corrects the bias of its averages"""
     initial_hessian: float = 1.0
     """h_0: where IVON's estimate of the Hessian starts"""
     augmentation_factor: float = 1.0

@@ -32,7 +32,7 @@ def evaluate(
     temperature: float | None = None,
     device: str | None = None,
     data: Path | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     again: bool = False,
 ) -> dict[str, bsam.metrics.Summary]:
     """Predict one part of the data with so many samples of the posterior; results go into the record.
@@ -46,7 +46,7 @@ def evaluate(
         temperature: Of the posterior; by default what the run's settings say.
         device: Where to predict; chosen by itself if None.
         data: Folder of the data sets; by default the one that the run was started with.
-        seed: Seed of the samples.
+        seed: Seed of the samples; by default the run's own, so that no two runs have the same draws.
         again: Make all predictions anew.
 
     Returns:
@@ -61,6 +61,7 @@ def evaluate(
     trained = from_mapping(record["config"])
     config = trained if temperature is None else replace(trained, temperature=temperature)
     evaluations = record["evaluations"].setdefault(part, {})
+    seed = record["seed"] if seed is None else seed
     origin = {"seed": seed, "posterior_sha256": _sha256(folder / "posterior.safetensors")}
 
     @cache
@@ -78,13 +79,14 @@ def evaluate(
             dataset, model, posterior = loaded()
             batches = plain_batches(dataset, part, batch_size=500)  # of one size, for a compiled pass
             predict(config, model, posterior, batches, num_samples=count, seed=seed).save(file)
-            record["evaluations"]["environment"] = environment(dataset.device)
+            evaluations[name] = {"environment": environment(dataset.device)}
         predictions = bsam.Predictions.load(file)
         _draw(predictions, folder / f"reliability-{part}-{name}.png")
         results[name] = summary = bsam.metrics.summary(predictions)
         assert predictions.labels is not None
         bins = bsam.metrics.reliability(predictions.log_probs, predictions.labels).as_rows()
-        evaluations[name] = {**summary.as_dict(), "reliability": bins, **origin, "sha256": _sha256(file)}
+        kept = {"environment": evaluations[name]["environment"]} if "environment" in evaluations[name] else {}
+        evaluations[name] = {**summary.as_dict(), "reliability": bins, **origin, "sha256": _sha256(file), **kept}
         write_json(path, record)
     return results
 

@@ -27,6 +27,9 @@ METHODS = {
 }
 """Name of a method in settings, and in tables: those of the paper's tables in their order, then others."""
 
+_MANY_STEPS = 1e6
+"""Steps after which beta^step is 0 in float64 for every beta up to 0.999; float32 counts on from it exactly."""
+
 
 def check_installed(config: Config) -> None:
     """Raise if the method needs a package that is not there."""
@@ -53,17 +56,19 @@ def make_optimizer(config: Config, model: nn.Module, num_data: int, *, seed: int
         case "sgd" | "swag":
             return torch.optim.SGD(model.parameters(), **sgd)
         case "adam":
-            return torch.optim.Adam(model.parameters(), **adam)
+            return _started(torch.optim.Adam(model.parameters(), **adam), config)
         case "sam-sgd" | "laplace":
             return bsam.SAM(model.parameters(), torch.optim.SGD, rho=config.rho, **shared, **sgd)
         case "sam-adam":
-            return bsam.SAM(model.parameters(), torch.optim.Adam, rho=config.rho, **shared, **adam)
+            sam = bsam.SAM(model.parameters(), torch.optim.Adam, rho=config.rho, **shared, **adam)
+            return _started(sam, config)
         case "vogn":
             return bsam.VOGN(model.parameters(), statistics=config.statistics, **shared, **bayes)
         case "bsam":
             return bsam.BSAM(
                 model.parameters(),
                 rho=config.rho,
+                perturb_from=config.perturb_from,
                 curvature=config.curvature,
                 sample_noise=config.sample_noise,
                 **shared,
@@ -79,6 +84,19 @@ def make_optimizer(config: Config, model: nn.Module, num_data: int, *, seed: int
                 initial_hessian=config.initial_hessian,
                 seed=seed,
             )
+
+
+def _started(adam: Optimizer, config: Config) -> Optimizer:
+    """Adam; without a bias correction, if the settings say so.
+
+    torch divides the averages by 1 - beta^step. After so many steps that is 1, so counting from there leaves the
+    correction out.
+    """
+    if not config.bias_correction:
+        for parameter in (p for group in adam.param_groups for p in group["params"]):
+            averages = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            adam.state[parameter] = {"step": torch.tensor(_MANY_STEPS), **averages}
+    return adam
 
 
 def predict(

@@ -18,19 +18,28 @@ from bsam.files import write_text
 
 __all__ = ["environment", "to_json", "write_json"]
 
-_PACKAGES = ("torch", "numpy", "scikit-learn", "ivon-opt")
+_PACKAGES = ("torch", "triton", "numpy", "scikit-learn", "ivon-opt")
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
     """What a result depends on beside its settings: code, packages, device (the CPU if none is named)."""
-    cpu = f"CPU, {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    cuda = device is not None and device.type == "cuda"
-    return {
+    commit, changed = _commit()
+    found: dict[str, Any] = {
         "bsam": bsam.__version__,
-        "commit": _commit(),
+        "commit": commit,
+        "changed": changed,  # whether files differed from that commit; null if unknown
         "python": platform.python_version(),
         "packages": {name: found for name in _PACKAGES if (found := _version(name))},
-        "device": torch.cuda.get_device_name(device) if cuda else cpu,
+    }
+    if device is None or device.type != "cuda":
+        cpu = f"CPU, {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+        return {**found, "device": cpu}
+    return {
+        **found,
+        "device": torch.cuda.get_device_name(device),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "tf32": {"products": torch.backends.cuda.matmul.allow_tf32, "convolutions": torch.backends.cudnn.allow_tf32},
     }
 
 
@@ -61,18 +70,19 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
-    """The commit of the checkout this package runs from, with a + if files differ from it; None outside of one.
+def _commit() -> tuple[str | None, bool | None]:
+    """The commit of the checkout this package runs from, and whether files of the package differ from it.
 
-    A copy without its history can be told which commit it is, by the variable BSAM_COMMIT.
+    A copy without its history can be told which commit it is, by the variable BSAM_COMMIT; a + at its end says that
+    files differ. Outside of a checkout nothing is known.
     """
     if named := os.environ.get("BSAM_COMMIT"):
-        return named
+        return named.removesuffix("+"), named.endswith("+")
     folder = Path(__file__).parent
     git = ["git", "-C", str(folder)]
     try:
-        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return None
-    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
+        return None, None
+    return commit.stdout.strip(), bool(changed.stdout.strip())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from bsam.experiments.config import Config, from_mapping, override
+from bsam.experiments.paper.beyond import beyond, own_precision
 from bsam.experiments.paper.presets import preset, preset_names
 
 __all__ = ["SCALES", "Recorded", "Scale", "read_record", "recorded", "same_run"]
@@ -41,9 +42,14 @@ class Recorded:
 
 @cache
 def same_run(name: str) -> tuple[str, ...]:
-    """All presets with the same settings: m = 8 in table 5 is a run of table 1. The first one keeps the records."""
+    """All presets with the same settings: m = 8 in table 5 is a run of table 1. The first one keeps the records.
+
+    A row of ours is a run by itself: it may differ from one of the paper's in its precision alone.
+    """
+    if name in beyond():
+        return (name,)
     config = preset(name)
-    return tuple(other for other in preset_names() if preset(other) == config)
+    return tuple(other for other in preset_names() if other not in beyond() and preset(other) == config)
 
 
 def read_record(path: Path) -> Recorded:
@@ -55,7 +61,8 @@ def read_record(path: Path) -> Recorded:
         if scale not in SCALES:
             raise ValueError(f"scale {scale!r} is not one of {', '.join(SCALES)}")
         expected = override(preset(name), content.get("changes", ()))
-        expected = replace(expected, precision=config.precision, channels_last=config.channels_last)
+        precision = own_precision(name) or config.precision
+        expected = replace(expected, precision=precision, channels_last=config.channels_last)
         if scale == "full" and config != expected:
             scale = "reduced"  # whatever it calls itself
         test = content["evaluations"].get("test", {})

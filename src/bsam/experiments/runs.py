@@ -26,6 +26,7 @@ from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
 from bsam.experiments.config import Config, from_mapping, to_toml, toml_value
 from bsam.experiments.data import Dataset, load
 from bsam.experiments.record import environment, to_json, write_json
+from bsam.experiments.sharing import neighbours
 from bsam.experiments.trainer import Trainer, train_together
 from bsam.files import remove_leftovers, write_text
 
@@ -208,14 +209,19 @@ class Run:
         lines = [to_json(entry) + "\n" for entry in self.trainer.log]
         write_text(self.folder / "log.jsonl", "".join(lines))
 
-    def _write_record(self, together: int) -> None:
+    def _write_record(self, together: int, processes: int) -> None:
         record = {
             "preset": self.preset,
             "seed": self.seed,
             "config": dataclasses.asdict(self.config),
             "seconds": round(self.trainer.seconds, 2),
             "final_loss": self.trainer.log[-1]["loss"],
-            "engine": {"compiled": self.compiled, "seeds_together": together},
+            "engine": {
+                "compiled": self.compiled,
+                "seeds_together": together,
+                "processes_on_device": processes,  # the most that trained there at a time
+            },
+            "data_sha256": self.trainer.dataset.sha256,
             "environment": environment(self.device),
             "evaluations": {},
         }
@@ -242,7 +248,7 @@ def train_runs(
         on_step: See `Run.train`.
     """
     trainer = runs[0].trainer
-    with _held(runs, folder), _signals_kept() as arrived:
+    with _held(runs, folder), neighbours(runs[0].device) as on_device, _signals_kept() as arrived:
         for run in runs:
             run._write_log()  # drops lines of epochs after the checkpoint, which will be trained again
         saved = time.monotonic()
@@ -250,6 +256,7 @@ def train_runs(
             on_step(trainer)
             epoch_done = trainer.batch == 0
             if epoch_done:
+                on_device.count()
                 for run in runs:
                     run._write_log()
             due = time.monotonic() - saved > 60 * every_minutes
@@ -264,7 +271,7 @@ def train_runs(
             raise RunInterruptedError(folder, arrived[0])
         for run in runs:
             run.trainer.posterior().save(run.folder / "posterior.safetensors")
-            run._write_record(together=len(runs))
+            run._write_record(together=len(runs), processes=on_device.most)
 
 
 @contextlib.contextmanager

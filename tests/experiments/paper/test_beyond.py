@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from bsam.experiments.comparison import compare
+from bsam.experiments.config import from_mapping
 from bsam.experiments.paper import beyond as module
 from bsam.experiments.paper.beyond import all_tables, beyond, contents, settings_line
 from bsam.experiments.paper.presets import preset, preset_title
 from bsam.experiments.paper.results import paper_tables
-from bsam.experiments.reproduce.plan import wanted_by_table
+from bsam.experiments.recorded import read_record, same_run
+from bsam.experiments.reproduce.plan import Wanted, find_places, make_plan, wanted_by_table
 from bsam.experiments.reproduce.show import comparison_markdown
 from tests.experiments.reproduce.records import write_record
 
@@ -37,7 +39,8 @@ def test_they_come_last_in_their_block_and_the_papers_rows_are_as_before():
 def test_they_are_run_as_the_others_of_their_block(name):
     config, row = preset(name), beyond()[name]
     paper = preset(f"{row.table}/{row.block}/bsam")
-    for field in ("model", "batch_size", "augment", "drop_last", "validation", "num_samples"):
+    about = contents()[name]["settings"]
+    for field in {"model", "batch_size", "augment", "drop_last", "validation", "num_samples"} - set(about):
         assert getattr(config, field) == getattr(paper, field), field
     assert config.epochs + config.swag_epochs == paper.epochs
     assert config.dataset.removesuffix("-standardised") == paper.dataset
@@ -45,13 +48,35 @@ def test_they_are_run_as_the_others_of_their_block(name):
     assert preset_title(name).startswith("Not in the paper: ")
 
 
-@pytest.mark.parametrize(
-    "row",
-    [f"mnist/{m}" for m in ("sgd", "sam-sgd", "swag", "vogn", "adam", "sam-adam", "bsam")] + ["fashionmnist/bsam"],
-)
+@pytest.mark.parametrize("row", [f"mnist/{m}" for m in ("sgd", "sam-sgd", "swag", "vogn", "adam", "sam-adam", "bsam")])
 def test_standardised_rows_differ_from_the_papers_in_their_pixels_only(row):
     paper = preset(f"table6/{row}")
     assert preset(f"here/{row}-standardised") == replace(paper, dataset=f"{paper.dataset}-standardised")
+
+
+@pytest.mark.parametrize("block", ["table6/mnist", "table6/fashionmnist", "table1/cifar10", "table1/cifar100"])
+def test_rows_with_the_second_gradient_at_the_mean_differ_in_nothing_else(block):
+    paper = preset(f"{block}/bsam")
+    assert paper.perturb_from == "sample"
+    name = block.partition("/")[2]
+    assert preset(f"here/{name}/bsam-mean") == replace(paper, perturb_from="mean")
+    if name.endswith("mnist"):
+        standardised = replace(paper, perturb_from="mean", dataset=f"{name}-standardised")
+        assert preset(f"here/{name}/bsam-standardised{'-mean' if name == 'mnist' else ''}") == standardised
+
+
+def test_a_row_about_a_precision_is_run_in_it_and_keeps_records_of_its_own(tmp_path):
+    name = "here/cifar10/bsam-float32"
+    assert preset(name) == preset("table1/cifar10/bsam")
+    assert same_run(name) == (name,)
+    assert name not in same_run("table1/cifar10/bsam")
+    places = find_places("full", tmp_path / "runs", tmp_path / "records")
+    wanted = [Wanted(name, (32,)), Wanted("table1/cifar10/bsam", (32,))]
+    ours, papers = make_plan(wanted, seeds=1, scale="full", places=places, precision="bfloat16").tasks
+    assert (ours.name, ours.config.precision) == (name, "float32")
+    assert (papers.name, papers.config.precision) == ("table1/cifar10/bsam", "bfloat16")
+    record = write_record(tmp_path, name, 0, config=replace(preset(name), precision="bfloat16"))
+    assert read_record(record).scale == "reduced"  # not what the row is about
 
 
 def test_ivon_has_the_published_settings():
@@ -69,7 +94,8 @@ def test_a_tuned_row_has_the_settings_that_were_chosen(row, name):
     assert (settings is not None) == path.exists()
     if settings is not None:
         record = json.loads(path.read_text())
-        assert settings == record["chosen"]["settings"]
+        trained = from_mapping(record["tries"][0]["config"])  # a record without the option was trained from the mean
+        assert settings == {**record["chosen"]["settings"], "perturb_from": trained.perturb_from}
         assert record["base"] == "table1/cifar10/bsam"
         about = beyond()[f"here/cifar10/{row}"].about
         assert f"{record['validation']:,} training images" in about

@@ -109,7 +109,7 @@ def test_the_test_part_is_never_looked_at(tmp_path, monkeypatch):
     tuning = dataclasses.replace(read_tuning(str(write_grid(tmp_path))), seeds=1, grid=({"lr": [1.0]},))
     do_all(tuning, tmp_path / "runs")
     (record,) = (tmp_path / "runs").rglob("seed100.json")
-    assert set(json.loads(record.read_text())["evaluations"]) == {"validation", "environment"}
+    assert set(json.loads(record.read_text())["evaluations"]) == {"validation"}
     assert read_record(record).scale == "full"  # the preset, with the changes that the record names
     assert collect_tries(tuning, tmp_path / "runs", "c")["chosen"]["settings"] == {"lr": 1.0}
 

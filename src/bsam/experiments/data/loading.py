@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +53,15 @@ class Dataset:
     def device(self) -> torch.device:
         """Where the tensors are."""
         return self.train[0].device
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the bytes of all images and labels, those that are held out included."""
+        digest = hashlib.sha256()
+        for images, labels in (self.train, self.validation, self.test):
+            for tensor in (images, labels):
+                digest.update(tensor.cpu().contiguous().numpy().data)
+        return digest.hexdigest()
 
     def normalise(self, images: Tensor) -> Tensor:
         """Raw images as a network sees them: float32, scaled to [0, 1], minus mean, by standard deviation."""

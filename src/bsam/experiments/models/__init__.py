@@ -3,6 +3,7 @@
 | name | network | used for | parameters |
 |---|---|---|---|
 | `mlp` | 784-500-300-9, ReLU | MNIST | 545,509 |
+| `mlp_elu` | 784-500-300-10, ELU, as in the authors' code | MNIST, a row of ours | 545,810 |
 | `mlp_small` | 64-100-100-9, ReLU | digits, in the demo (not the paper's) | 17,509 |
 | `lenet5` | LeNet-5, ReLU | FashionMNIST | 82,061 |
 | `resnet20_frn` | ResNet-20, filter response normalisation | CIFAR-10 | 273,977 |
@@ -13,7 +14,8 @@
 
 All are classifiers that return logits (batch, num_classes). As in Möllenhoff and Khan (2023), "SAM as an Optimal
 Relaxation of Bayes", ICLR, appendix G.1, the categorical distribution is a minimal exponential family: the network has
-one output less than there are classes. The last logit is the constant 0, and the model appends it itself.
+one output less than there are classes. The last logit is the constant 0, and the model appends it itself (`mlp_elu`
+excepted).
 
 The paper does not say everything about its networks. Where it is silent the authors' released code decides; each
 network's docstring says what comes from where.
@@ -28,7 +30,7 @@ import torch
 from torch import nn
 
 from bsam.experiments.models.lenet5 import lenet5
-from bsam.experiments.models.mlp import mlp
+from bsam.experiments.models.mlp import mlp, mlp_elu
 from bsam.experiments.models.resnet18 import resnet18
 from bsam.experiments.models.resnet20_frn import resnet20_frn
 
@@ -36,6 +38,7 @@ __all__ = ["MODELS", "make_model"]
 
 MODELS: dict[str, Callable[[int, tuple[int, ...], torch.Generator | None], nn.Module]] = {
     "mlp": partial(mlp, (500, 300)),
+    "mlp_elu": mlp_elu,
     "mlp_small": partial(mlp, (100, 100)),
     "lenet5": lenet5,
     "resnet20_frn": resnet20_frn,

@@ -10,7 +10,7 @@ from torch import nn
 
 from bsam.experiments.models.layers import LECUN, AppendZero, initialise
 
-__all__ = ["mlp"]
+__all__ = ["mlp", "mlp_elu"]
 
 
 def mlp(
@@ -19,9 +19,9 @@ def mlp(
     """A fully connected network with ReLU between its layers.
 
     Möllenhoff and Khan (2023) print 784-500-300-9 with ReLU for MNIST (appendix G.1) and 2-24-12-12-1 for two moons
-    (appendix F.2). Their code differs (ELU, initial biases of .05 and 10 outputs for MNIST, another network for two
-    moons): these are as printed, with initial weights `LECUN` and biases 0, of which the paper says nothing. With two
-    classes the one learned logit is that of class 0.
+    (appendix F.2). Their code differs (`mlp_elu` for MNIST, another network for two moons): these are as printed, with
+    initial weights `LECUN` and biases 0, of which the paper says nothing. With two classes the one learned logit is
+    that of class 0.
 
     Args:
         hidden: The sizes of the hidden layers.
@@ -34,4 +34,15 @@ def mlp(
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     model = nn.Sequential(*layers, nn.Linear(hidden[-1], num_classes - 1), AppendZero())
     initialise(model, LECUN, generator)
+    return model
+
+
+def mlp_elu(num_classes: int, image_shape: tuple[int, ...], generator: torch.Generator | None = None) -> nn.Sequential:
+    """The network for MNIST of the authors' code: 784-500-300-10 with ELU, and biases that start at 0.05."""
+    model = mlp((500, 300), num_classes + 1, image_shape, generator)[:-1]  # one more output, and no constant logit
+    for position, layer in enumerate(model):
+        if isinstance(layer, nn.ReLU):
+            model[position] = nn.ELU()
+        elif isinstance(layer, nn.Linear):
+            nn.init.constant_(layer.bias, 0.05)
     return model

@@ -8,11 +8,11 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from bsam.experiments.config import FIELDS
+from bsam.experiments.config import FIELDS, Precision
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import METRICS, PAPER_SAMPLES, PaperBlock, PaperRow, PaperTable, paper_tables
 
-__all__ = ["Beyond", "all_tables", "beyond", "contents", "settings_line"]
+__all__ = ["Beyond", "all_tables", "beyond", "contents", "own_precision", "settings_line"]
 
 _SHARED = (
     "dataset",
@@ -40,6 +40,8 @@ class Beyond:
     """Where its settings are from."""
     like: str | None
     """The label of the paper's row whose numbers it stands beside."""
+    precision: Precision | None
+    """The one it is about, and is run in."""
 
 
 def contents() -> dict[str, dict[str, Any]]:
@@ -47,8 +49,11 @@ def contents() -> dict[str, dict[str, Any]]:
     rows = {}
     text = (files("bsam.experiments.paper") / "beyond.toml").read_text(encoding="utf-8")
     for name, row in tomllib.loads(text).items():
-        if "methods" not in row:
+        if "methods" not in row and "blocks" not in row:
             rows[name] = row
+        for where, part in row.get("blocks", {}).items():
+            table, _, block = where.partition("/")
+            rows[name.replace("*", part)] = {**row, "table": table, "block": block}
         for method, label in row.get("methods", {}).items():
             settings = {"method": method, **row["settings"]}
             written = {"label": row["label"].replace("*", label), "like": label, "settings": settings}
@@ -60,7 +65,15 @@ def contents() -> dict[str, dict[str, Any]]:
 def beyond() -> dict[str, Beyond]:
     """Our rows, by preset; one without settings is still to be tuned, and left out."""
     return {
-        name: Beyond(name, row["table"], row["block"], row["label"], row["about"], row.get("like"))
+        name: Beyond(
+            name,
+            row["table"],
+            row["block"],
+            row["label"],
+            row["about"],
+            row.get("like"),
+            row["settings"].get("precision"),
+        )
         for name, row in contents().items()
         if "table" in row and "settings" in row
     }
@@ -83,6 +96,11 @@ def _extended(table: str, block: PaperBlock) -> PaperBlock:
         if (row.table, row.block) == (table, block.name)
     ]
     return replace(block, rows=(*block.rows, *ours))
+
+
+def own_precision(name: str) -> Precision | None:
+    """The precision that a row of ours is about; None if it is about something else, or the paper's."""
+    return beyond()[name].precision if name in beyond() else None
 
 
 def settings_line(name: str) -> str:

@@ -59,8 +59,9 @@ def _paper() -> dict[str, tuple[str, Values]]:
             values = {**content, "method": method, **row}
             if method in _SPLITS:
                 values["splits"] = _SPLITS[method]
-            if method == "bsam" and content.get("augment"):
-                values["augmentation_factor"] = 4.0
+            if method == "bsam":
+                values["perturb_from"] = "sample"
+                values |= {"augmentation_factor": 4.0} if content.get("augment") else {}
             title = f"The paper's table {table}, {data}, row {METHODS[method]}; settings: table {printed}, same row."
             presets[f"{block}/{method}"] = title, values
         if swag is not None:
@@ -70,7 +71,9 @@ def _paper() -> dict[str, tuple[str, Values]]:
     for block in ("table6/mnist", "table6/fashionmnist", "table1/cifar10", "table1/cifar100"):
         name = block.partition("/")[2]
         title = f"The paper's table 3, {_NAMES[name]}, row bSAM w/o Noise; settings: table 7, row bSAM."
-        presets[f"table3/{name}/bsam-no-noise"] = title, {**presets[f"{block}/bsam"][1], "sample_noise": False}
+        values = {**presets[f"{block}/bsam"][1], "sample_noise": False}
+        del values["perturb_from"]  # without noise the sample is the mean
+        presets[f"table3/{name}/bsam-no-noise"] = title, values
     for splits in (1, 2, 4, 8, 16):
         for method in ("bsam", "sam-sgd"):
             values = {**presets[f"table1/cifar100/{method}"][1], "splits": splits}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bsam.experiments.comparison import find_table
 from bsam.experiments.config import Config, Precision, override
-from bsam.experiments.paper.beyond import all_tables, beyond
+from bsam.experiments.paper.beyond import all_tables, beyond, own_precision
 from bsam.experiments.recorded import Recorded, Scale, recorded, same_run
 from bsam.experiments.reproduce.scales import scaled
 
@@ -153,7 +153,7 @@ def make_plan(
     for name, want in runs.items():
         _, config = settle(want, scale)
         if precision is not None:
-            config = replace(config, precision=precision)
+            config = replace(config, precision=own_precision(want.preset) or precision)
         found = find_recorded(want, scale, places.records)
         counts = tuple(sorted(samples[name]))
         for seed in range(seeds):

@@ -19,7 +19,8 @@ def scaled(name: str, scale: Scale) -> Config:
     """The settings of a preset at a scale.
 
     On the tiny scale data, network and hyperparameters are those of the demo, and so are equal for all data sets of the
-    paper. What a row of a table is about stays: method, splits, noise and curvature.
+    paper. What a row of a table is about stays: method, splits, noise, where the second gradient is, curvature and
+    bias correction.
     """
     config = preset(name)
     match scale:
@@ -35,7 +36,9 @@ def scaled(name: str, scale: Scale) -> Config:
                 swag_epochs=swag_epochs,
                 splits=config.splits,
                 sample_noise=config.sample_noise,
+                perturb_from=config.perturb_from,
                 curvature=config.curvature,
+                bias_correction=config.bias_correction,
             )
 
 
