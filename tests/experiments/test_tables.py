@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from bsam.experiments.paper.margins import margins
+from bsam.experiments.paper.results import METRICS, paper_tables
 from bsam.experiments.tables import render, rewrite
 from tests.experiments.reproduce.records import write_record
 
@@ -26,9 +28,32 @@ def test_a_new_record_makes_a_page_stale(tmp_path):
         write_record(tmp_path / "runs", "table6/mnist/bsam", seed, accuracy=0.9878 + seed / 1e4)
     new = rewrite(page, tmp_path)
     assert new != page
-    assert "| bSAM<br>5 seeds, 75 epochs | **98.80 (0.02)**<br>98.78 (0.06)<br>+0.02 matches |" in new
-    assert "| SGD | -<br>98.63 (0.06)<br>missing |" in new
+    assert "| bSAM<br>5 seeds, 75 epochs | **98.80 (0.02)**<br>98.78 (0.06)<br>+0.02 equal |" in new
+    assert "| SGD | -<br>98.63 (0.06)<br>not run |" in new
+    assert "Of 56 printed numbers: 1 equal, 0 better, 3 worse, 0 open, 52 not run." in new
     assert "--block fashionmnist" in new
+
+
+def test_the_counts_of_all_tables_add_up_to_the_papers_numbers(tmp_path):
+    for seed in range(5):
+        write_record(tmp_path / "runs", "table6/mnist/bsam", seed, accuracy=0.9878 + seed / 1e4)
+    head, _, *rows = [line.strip("| ").split(" | ") for line in render("counts", tmp_path).splitlines()]
+    assert head == ["numbers", "equal", "better", "worse", "open", "reduced", "not run"]
+    counts = {name: [int(count) for count in row] for name, *row in rows}
+    assert counts["table 6: Small data sets"] == [56, 1, 0, 3, 0, 0, 52]
+    total = counts.pop("all")
+    assert total == [sum(column) for column in zip(*counts.values(), strict=True)]
+    assert total[0] == sum(total[1:]) == 288
+
+
+def test_the_margins_are_those_of_the_file(tmp_path):
+    rows = [line.strip("| ").split(" | ") for line in render("margins", tmp_path).splitlines()[2:]]
+    shown = {name: dict(zip(METRICS, map(float, numbers), strict=True)) for name, *numbers in rows}
+    for table, blocks in margins().items():
+        titles = {block.name: block.title for block in paper_tables()[table].blocks}
+        for block, found in blocks.items():
+            assert shown.pop(f"table {table[-1]}, {titles[block]}") == found
+    assert shown == {}
 
 
 def test_a_block_in_short_has_what_is_recorded(tmp_path):

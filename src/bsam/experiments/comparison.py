@@ -1,36 +1,41 @@
 """Our numbers beside the paper's: what was measured, what was printed, and whether they agree.
 
-A cell *matches* if |ours - paper's| <= 2 sqrt(sd_ours^2 + sd_paper^2), and is better or worse otherwise. It is
-*reduced*, and never more than that, if it has fewer epochs than the paper's runs or fewer than its five seeds: so one
-seed, which has no standard deviation, is always reduced. On the tiny scale the data are others, and there is no
-difference to speak of.
+A cell is *better*, *worse*, *equal* or *open*, see `bsam.experiments.verdicts`, with the margins of
+`bsam.experiments.paper.margins`. Two kinds are not judged. *Not run* has no record. *Reduced* has fewer epochs than the
+paper's runs, or only one or two seeds, with which a Welch test finds next to nothing; on the tiny scale the data are
+others, and no difference is shown. Three seeds are enough to be judged, and the row says how many there are. A number
+that is not defined, like the AUROC of a run without a mistake, is open; so is any beside a printed number without a
+standard deviation (the paper has none).
 
 A row of ours that the paper does not have is marked as such, and has no difference, unless it stands beside one of the
-paper's.
+paper's. Then it is judged too, but it is not among the paper's 288 numbers, and Holm's correction is made apart: a row
+that we add must not change the verdict on a row of the paper.
 
-The best of a block are those that a Welch test does not tell from the best mean at 5%. Fewer than three seeds are never
-among them: with one there is no test, and one with two tells almost nothing apart. Rows of different scales are not
-compared.
+The best of a block are the best mean and those that are not significantly worse (Welch, 5%). Fewer than three seeds are
+never among them. Rows of different scales are not compared.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
-
-from scipy.stats import ttest_ind_from_stats  # type: ignore[import-untyped]
+from typing import Literal, get_args
 
 from bsam.experiments.paper.beyond import all_tables, beyond
+from bsam.experiments.paper.margins import margins
 from bsam.experiments.paper.results import METRICS, PAPER_SEEDS, PaperBlock, PaperRow, Published
 from bsam.experiments.recorded import SCALES, Scale, recorded
+from bsam.experiments.verdicts import SIGNIFICANCE, Case, Summary, judge, welch
 
 __all__ = [
     "HIGHER_IS_BETTER",
+    "MARKS",
     "SEEDS",
     "TABLES",
+    "TESTED_SEEDS",
     "Block",
     "Cell",
     "Comparison",
@@ -42,10 +47,11 @@ __all__ = [
     "values_of",
 ]
 
-Mark = Literal["matches", "better", "worse", "reduced", "missing", "ours"]
+Mark = Literal["equal", "better", "worse", "open", "reduced", "not run"]
+MARKS: tuple[Mark, ...] = get_args(Mark)
 HIGHER_IS_BETTER = {"accuracy": True, "nll": False, "ece": False, "auroc": True}
-SIGNIFICANCE = 0.05
 TESTED_SEEDS = 3
+"""Rows with fewer seeds are neither judged nor bold."""
 SEEDS: dict[Scale, int] = {"full": PAPER_SEEDS, "reduced": 2, "tiny": 2}
 """How many seeds a scale has if nothing else is said."""
 
@@ -63,7 +69,8 @@ class Cell:
     published: Published | None
     difference: float | None = None
     """Ours minus the paper's; None where there is nothing to compare."""
-    mark: Mark = "missing"
+    mark: Mark | None = None
+    """None where the paper has no such number."""
     best: bool = False
 
     @property
@@ -113,6 +120,13 @@ class Comparison:
     title: str
     blocks: tuple[Block, ...]
 
+    @property
+    def counts(self) -> dict[Mark, int]:
+        """How many of the paper's numbers have which mark; rows of ours are not counted."""
+        rows = (row for block in self.blocks for row in block.rows if not row.ours)
+        found = Counter(cell.mark for row in rows for cell in row.cells)
+        return {mark: found[mark] for mark in MARKS}
+
 
 def find_table(name: str) -> str:
     """`name`, or an error that says which tables there are."""
@@ -126,13 +140,13 @@ def compare(table: str, records: Path) -> Comparison:
 
     Args:
         table: table1 to table6.
-        records: Folder of records; rows without one are marked as missing.
+        records: Folder of records; rows without one are marked as not run.
     """
     blocks = [
         Block(block.name, block.title, _best_marked([_row(table, block, row, records) for row in block.rows]))
         for block in all_tables()[find_table(table)].blocks
     ]
-    return Comparison(table, TABLES[table], tuple(blocks))
+    return Comparison(table, TABLES[table], _judged(table, blocks))
 
 
 def values_of(evaluations: list[dict[str, float | None]], metric: str) -> tuple[float, ...]:
@@ -169,24 +183,48 @@ def _row(table: str, block: PaperBlock, row: PaperRow, records: Path) -> Row:
 
 
 def _cell(metric: str, values: tuple[float, ...], published: Published | None, scale: Scale | None) -> Cell:
+    """A cell that is open until `_judged` has seen the whole table."""
     cell = Cell(metric, values, published)
     if published is None:
-        return replace(cell, mark="ours")
-    mean = cell.mean
-    if mean is None or math.isnan(mean):
         return cell
+    if scale is None:
+        return replace(cell, mark="not run")
     if scale == "tiny":
         return replace(cell, mark="reduced")
-    difference = mean - published.mean
-    return replace(cell, difference=difference, mark=_mark(cell, published, difference, scale))
+    if cell.mean is None or math.isnan(cell.mean):
+        return replace(cell, mark="open")
+    mark: Mark = "reduced" if scale == "reduced" or len(values) < TESTED_SEEDS else "open"
+    return replace(cell, difference=cell.mean - published.mean, mark=mark)
 
 
-def _mark(cell: Cell, published: Published, difference: float, scale: Scale | None) -> Mark:
-    if scale != "full" or len(cell.values) < PAPER_SEEDS:
-        return "reduced"
-    if abs(difference) <= 2 * math.hypot(cell.sd or 0.0, published.sd or 0.0):
-        return "matches"
-    return "better" if (difference > 0) == HIGHER_IS_BETTER[cell.metric] else "worse"
+def _judged(table: str, blocks: list[Block]) -> tuple[Block, ...]:
+    """The blocks of a table with the verdicts; the paper's rows are a family for Holm's correction, ours another."""
+    families: dict[bool, dict[tuple[str, str, str], Case]] = {False: {}, True: {}}
+    for block in blocks:
+        for row in block.rows:
+            for cell in row.cells:
+                if case := _case(cell, margins()[table][block.name][cell.metric]):
+                    families[row.ours][block.name, row.label, cell.metric] = case
+    verdicts = {
+        place: verdict
+        for cases in families.values()
+        for place, verdict in zip(cases, judge(list(cases.values())), strict=True)
+    }
+
+    def judged(block: Block, row: Row) -> Row:
+        places = [(block.name, row.label, cell.metric) for cell in row.cells]
+        cells = zip(row.cells, places, strict=True)
+        return replace(row, cells=tuple(replace(cell, mark=verdicts.get(place, cell.mark)) for cell, place in cells))
+
+    return tuple(replace(block, rows=tuple(judged(block, row) for row in block.rows)) for block in blocks)
+
+
+def _case(cell: Cell, margin: float) -> Case | None:
+    """What there is to judge in a cell, if anything."""
+    if cell.mark != "open" or cell.difference is None or cell.published is None or cell.published.sd is None:
+        return None
+    difference = welch(Summary.of(cell.values), Summary(cell.published.mean, cell.published.sd, PAPER_SEEDS))
+    return Case(difference, cell.published.rounding, margin, HIGHER_IS_BETTER[cell.metric])
 
 
 def _best_marked(rows: list[Row]) -> tuple[Row, ...]:
@@ -214,9 +252,5 @@ def _is_nan(cell: Cell) -> bool:
 
 
 def _differ(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
-    """Whether a Welch test tells two means apart."""
-    statistics_of = [(statistics.fmean(values), statistics.stdev(values), len(values)) for values in (a, b)]
-    if statistics_of[0][1] == statistics_of[1][1] == 0.0:
-        return statistics_of[0][0] != statistics_of[1][0]
-    result = ttest_ind_from_stats(*statistics_of[0], *statistics_of[1], equal_var=False)
-    return bool(result.pvalue < SIGNIFICANCE)
+    """Whether a Welch test finds a difference of two means."""
+    return welch(Summary.of(a), Summary.of(b)).p_value() < SIGNIFICANCE

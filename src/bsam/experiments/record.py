@@ -24,7 +24,7 @@ _PACKAGES = ("torch", "triton", "numpy", "scikit-learn", "ivon-opt")
 def environment(device: torch.device | None = None) -> dict[str, Any]:
     """What a result depends on beside its settings: code, packages, device (the CPU if none is named)."""
     commit, changed = _commit()
-    found: dict[str, Any] = {
+    known: dict[str, Any] = {
         "bsam": bsam.__version__,
         "commit": commit,
         "changed": changed,  # whether files differed from that commit; null if unknown
@@ -33,12 +33,12 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
     }
     if device is None or device.type != "cuda":
         cpu = f"CPU, {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-        return {**found, "device": cpu}
+        return {**known, "device": cpu}
     return {
-        **found,
+        **known,
         "device": torch.cuda.get_device_name(device),
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "tf32": {"products": torch.backends.cuda.matmul.allow_tf32, "convolutions": torch.backends.cudnn.allow_tf32},
     }
 

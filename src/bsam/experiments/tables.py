@@ -13,12 +13,20 @@ from pathlib import Path
 
 from bsam.experiments import demo, speeds
 from bsam.experiments.comparison import TABLES, compare
-from bsam.experiments.reproduce.show import block_markdown, comparison_markdown, study_markdown, tuning_markdown
+from bsam.experiments.reproduce.show import (
+    block_markdown,
+    comparison_markdown,
+    counts_markdown,
+    margins_markdown,
+    study_markdown,
+    tuning_markdown,
+)
 
 __all__ = ["pages", "render", "rewrite"]
 
 _STUDIES = ("sweep_rho", "ablate_noise", "ablate_samples", "ablate_splits", "ablate_curvature")
 _TUNINGS = ("tuning_cifar10", "tuning_cifar10_60")
+_OF_ALL_TABLES = {"counts": counts_markdown, "margins": margins_markdown}
 _BEGIN = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)
 _END = "<!-- end -->"
 
@@ -32,8 +40,8 @@ def render(name: str, results: Path) -> str:
     """A table in Markdown.
 
     Args:
-        name: demo, speeds, table1 to table6, one block of them in short like table1/cifar10, sweep_rho, ablate_ with
-            what is ablated, or tuning_ with what is tuned.
+        name: demo, speeds, table1 to table6, one block of them in short like table1/cifar10, counts or margins of
+            all of them, sweep_rho, ablate_ with what is ablated, or tuning_ with what is tuned.
         results: The folder of the records.
     """
     if name in TABLES:
@@ -44,6 +52,8 @@ def render(name: str, results: Path) -> str:
         if block not in found:
             raise ValueError(f"{table} has no block {block!r}: there are {', '.join(found)}.")
         return block_markdown(found[block])
+    if name in _OF_ALL_TABLES:
+        return _OF_ALL_TABLES[name]([compare(each, results / "runs") for each in TABLES])
     if name == "demo":
         return demo.markdown(json.loads((results / "demo.json").read_text()))
     if name == "speeds":
@@ -54,7 +64,7 @@ def render(name: str, results: Path) -> str:
             return f"Not recorded yet: `bsam {name.replace('tuning', 'tune').replace('_', ' ')}`."
         markdown = tuning_markdown if name in _TUNINGS else study_markdown
         return markdown(json.loads(path.read_text()))
-    known = ", ".join(["demo", "speeds", *TABLES, *_STUDIES, *_TUNINGS])
+    known = ", ".join(["demo", "speeds", *TABLES, *_OF_ALL_TABLES, *_STUDIES, *_TUNINGS])
     raise ValueError(f"there is no table {name!r} to fill in: between its marks a page may have {known}.")
 
 

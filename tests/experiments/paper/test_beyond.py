@@ -120,7 +120,7 @@ def test_the_table_shows_them_without_a_number_of_the_papers(tmp_path):
         write_record(tmp_path, IVON, seed, accuracy=0.9 + seed / 1e4)
     row = row_of(tmp_path)
     assert (row.ours, row.seeds, row.scale, row.epochs) == (True, 5, "full", 180)
-    assert {(cell.mark, cell.difference, cell.published) for cell in row.cells} == {("ours", None, None)}
+    assert {(cell.mark, cell.difference, cell.published) for cell in row.cells} == {(None, None, None)}
     shown = comparison_markdown(compare("table1", tmp_path))
     assert "| IVON (added here)<br>5 seeds, 180 epochs | **90.02 (0.02)**<br>— |" in shown
     assert f"\n\n{settings_line(IVON)}" in shown

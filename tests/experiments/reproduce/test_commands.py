@@ -44,7 +44,8 @@ def test_a_block_is_planned_run_recorded_compared_and_not_run_again(places, tmp_
     assert "98.67 (0.04)" in shown
     assert "reduced" in shown
     assert "embedded digits" in shown
-    assert "Welch test at 5%" in shown
+    assert "table3. Of 32 printed numbers: 0 equal, 0 better, 0 worse, 0 open, 8 reduced, 24 not run." in shown
+    assert "Bold: the best, or not significantly worse (Welch, 5%)" in shown
     records = sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "records").rglob("*.json"))
     assert records == ["records/table3/mnist/bsam-no-noise/seed0.json", "records/table6/mnist/bsam/seed0.json"]
     content = json.loads((tmp_path / records[0]).read_text())
@@ -85,7 +86,7 @@ def test_a_failure_is_shown_and_is_the_exit_status(places, tmp_path):
     assert done.exit_code == 1
     shown = re.sub(r"\s+", " ", done.output)
     assert "table6/mnist/sgd seed 0: runs/tiny/table6/mnist/sgd/seed0 holds a run with other settings" in shown
-    assert "missing" in shown
+    assert "not run" in shown
 
 
 @pytest.mark.parametrize(
@@ -124,6 +125,9 @@ def test_tables_are_checked_and_written(tmp_path):
     assert "old" in page.read_text()
     assert invoke("tables", "--root", tmp_path).output == f"written: {page}\n"
     assert "old" not in page.read_text()
-    assert page.read_text().startswith("before\n<!-- table: table4 -->\n**bSAM, ResNet-20-FRN on CIFAR-10**\n")
+    counts = "Of 20 printed numbers: 0 equal, 0 better, 0 worse, 0 open, 20 not run."
+    assert page.read_text().startswith(
+        f"before\n<!-- table: table4 -->\n{counts}\n\n**bSAM, ResNet-20-FRN on CIFAR-10**\n"
+    )
     assert page.read_text().endswith("\n<!-- end -->\nafter\n")
     assert invoke("tables", "--check", "--root", tmp_path).exit_code == 0

@@ -39,10 +39,8 @@ def mlp(
 
 def mlp_elu(num_classes: int, image_shape: tuple[int, ...], generator: torch.Generator | None = None) -> nn.Sequential:
     """The network for MNIST of the authors' code: 784-500-300-10 with ELU, and biases that start at 0.05."""
-    model = mlp((500, 300), num_classes + 1, image_shape, generator)[:-1]  # one more output, and no constant logit
-    for position, layer in enumerate(model):
-        if isinstance(layer, nn.ReLU):
-            model[position] = nn.ELU()
-        elif isinstance(layer, nn.Linear):
+    layers = list(mlp((500, 300), num_classes + 1, image_shape, generator))[:-1]  # one more output, no constant logit
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
             nn.init.constant_(layer.bias, 0.05)
-    return model
+    return nn.Sequential(*(nn.ELU() if isinstance(layer, nn.ReLU) else layer for layer in layers))

@@ -32,8 +32,15 @@ class Published:
 
     mean: float
     sd: float | None
-    printed: str = ""
+    printed: str
     """With the digits it was printed with."""
+
+    @property
+    def rounding(self) -> float:
+        """Half a unit of the mean's last printed digit: 0.005 for 86.55."""
+        mean, _, _ = self.printed.partition(" ")
+        _, _, decimals = mean.partition(".")
+        return 0.5 * 10.0 ** -len(decimals)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from PIL import Image
 
 import bsam
 from bsam.experiments import demo
-from bsam.experiments.comparison import TABLES, Block, Cell, Comparison, Row, compare
+from bsam.experiments.comparison import TABLES, TESTED_SEEDS, Block, Cell, Comparison, Mark, Row, compare
 from bsam.experiments.config import from_mapping
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import PAPER_SEEDS
@@ -41,13 +41,16 @@ from bsam.experiments.reproduce.studies import ABLATIONS, Study, sweep_rho
 
 __all__ = ["write_paper_page"]
 
-_MARKS = {
-    "matches": ("=", "The difference to the paper's number is at most twice sqrt(sd² + paper's sd²)."),
-    "better": ("▲", "Better than the paper's number by more than that."),
-    "worse": ("▼", "Worse than the paper's number by more than that."),
-    "reduced": ("◐", "Fewer epochs or seeds than the paper's, or (tiny) other data: the row says what was cut."),
-    "missing": ("–", "Not run yet."),
-    "ours": ("○", "In a row of ours, under the paper's. Its settings stand under the table."),
+_MARKS: dict[Mark, tuple[str, str]] = {
+    "equal": (
+        "=",
+        "The 90% interval of the difference, widened by the print's rounding, lies inside the block's margin.",
+    ),
+    "better": ("▲", "Better than the paper's number: Welch's test at 5%, with Holm's correction for the table."),
+    "worse": ("▼", "Worse than the paper's number, by the same test."),
+    "open": ("?", "Neither: these seeds, ours and the paper's, do not decide it."),
+    "reduced": ("◐", "Fewer epochs than the paper's, fewer than three seeds, or (tiny) other data: not judged."),
+    "not run": ("–", "Not run yet."),
 }
 """Symbol and meaning; `bsam.experiments.comparison` decides which one a cell has."""
 
@@ -60,8 +63,8 @@ class _Number:
     """To sort by; None where there is no number."""
     ours: str
     paper: str = ""
-    mark: str = ""
-    """A key of `_MARKS`."""
+    mark: Mark | None = None
+    """None where the paper has no such number."""
     difference: str = ""
     words: str = ""
     """The mark in words."""
@@ -92,13 +95,15 @@ def write_paper_page(path: Path, records: Path, figures: Path) -> Path:
     if not records.is_dir():
         raise FileNotFoundError(f"{records} is no folder of records: name one with --records, or run `bsam reproduce`.")
     environments = [_read(file)["environment"] for file in sorted(records.rglob("seed*.json"))]
+    comparisons = [compare(name, records) for name in TABLES]
     return write_page(
         path,
         "paper.html.j2",
         heads=list(TITLES.values()),
         marks=_MARKS,
         records=records.as_posix(),
-        tables=[_table(compare(name, records), records) for name in TABLES],
+        tables=[_table(comparison, records) for comparison in comparisons],
+        total={mark: sum(comparison.counts[mark] for comparison in comparisons) for mark in _MARKS},
         num_runs=len(environments),
         studies=[_study(study, records) for study in (sweep_rho("full"), *(make() for make in ABLATIONS.values()))],
         tuning=_tuning(_beside(records, "tuning_cifar10.json")),
@@ -126,11 +131,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _table(comparison: Comparison, records: Path) -> dict[str, Any]:
-    rows = [row for block in comparison.blocks for row in block.rows]
     return {
         "id": comparison.table,
         "title": f"Table {comparison.table.removeprefix('table')}: {comparison.title}",
-        "counts": Counter("ours" if row.ours else cell.mark for row in rows for cell in row.cells),
+        "counts": comparison.counts,
         "blocks": [
             {
                 "title": block.title,
@@ -145,9 +149,10 @@ def _table(comparison: Comparison, records: Path) -> dict[str, Any]:
 
 
 def _line(row: Row) -> _Line:
-    cells = [_number(cell, "tiny" if row.scale == "tiny" else cell.mark) for cell in row.cells]
     if not row.seeds:
+        cells = [_Number(None, "– not run", _printed(cell)) for cell in row.cells]
         return _Line(row.label, cells, "Not run yet", command=row.command, ran=False)
+    cells = [_number(cell, "tiny" if row.scale == "tiny" else cell.mark or "") for cell in row.cells]
     parts = [_count(row.seeds, "seed"), _count(row.epochs, "epoch")]
     if row.preset and preset(row.preset).method in ("laplace", "swag", "vogn", "bsam", "ivon"):
         parts.append(_count(row.samples, "posterior sample"))
@@ -156,11 +161,13 @@ def _line(row: Row) -> _Line:
     return _Line(row.label, cells, ", ".join(parts), _cut(row), row.command)
 
 
+def _printed(cell: Cell) -> str:
+    return cell.published.printed if cell.published else "—"
+
+
 def _number(cell: Cell, words: str) -> _Number:
-    paper = cell.published.printed if cell.published else "—"
-    if cell.mean is None:
-        return _Number(None, "– missing", paper)
-    if math.isnan(cell.mean):  # the AUROC of runs without a mistake
+    paper = _printed(cell)
+    if cell.mean is None or math.isnan(cell.mean):  # the AUROC of runs without a mistake
         return _Number(None, "undefined", paper)
     difference = "" if cell.difference is None else f"{cell.difference:+.{demo.DIGITS[cell.metric]}f}"
     return _Number(cell.mean, number(cell.metric, cell.mean, cell.sd), paper, cell.mark, difference, words, cell.best)
@@ -176,7 +183,8 @@ def _cut(row: Row) -> str:
         cuts.append(f"{row.epochs} of {whole} epochs" if row.epochs != whole else "other settings than the preset's")
     if row.seeds < PAPER_SEEDS:
         cuts.append(f"{row.seeds} of {PAPER_SEEDS} seeds")
-    return f"Reduced: {' and '.join(cuts)}." if cuts else ""
+    reduced = row.scale == "reduced" or row.seeds < TESTED_SEEDS
+    return f"{'Reduced: ' if reduced else ''}{' and '.join(cuts)}." if cuts else ""
 
 
 def _count(number: int | None, what: str) -> str:

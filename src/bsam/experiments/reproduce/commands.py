@@ -16,7 +16,7 @@ from bsam.experiments.record import write_json
 from bsam.experiments.recorded import Scale
 from bsam.experiments.reproduce.carry_out import carry_out
 from bsam.experiments.reproduce.plan import find_places, make_plan, wanted_by_table
-from bsam.experiments.reproduce.show import BEST_NOTE, block_table, study_tables, tuning_table
+from bsam.experiments.reproduce.show import BEST_NOTE, block_table, counts_sentence, study_tables, tuning_table
 from bsam.experiments.reproduce.studies import ABLATIONS, Study, collect, refuse_to_replace, sweep_rho
 from bsam.experiments.reproduce.study_figure import draw_study
 from bsam.experiments.reproduce.tuning import TUNINGS, collect_tries, execute_tries, plan_tries, read_tuning
@@ -96,6 +96,7 @@ def reproduce(
         for found in comparison.blocks:
             if block in (None, found.name):
                 console.print(block_table(comparison, found), end="\n\n")
+        console.print(f"{name}. {counts_sentence(comparison.counts)}", end="\n\n", highlight=False)
     console.print(f"{BEST_NOTE}\nRecords: {places.records}", highlight=False)
     if failed:
         raise typer.Exit(1)

@@ -9,9 +9,10 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from bsam.experiments.comparison import Block, Cell, Comparison, Row, values_of
+from bsam.experiments.comparison import MARKS, Block, Cell, Comparison, Mark, Row, values_of
 from bsam.experiments.demo import DIGITS
 from bsam.experiments.paper.beyond import settings_line
+from bsam.experiments.paper.margins import margins
 
 __all__ = [
     "BEST_NOTE",
@@ -19,6 +20,9 @@ __all__ = [
     "block_markdown",
     "block_table",
     "comparison_markdown",
+    "counts_markdown",
+    "counts_sentence",
+    "margins_markdown",
     "number",
     "scale_note",
     "scale_notes",
@@ -32,7 +36,7 @@ __all__ = [
 ]
 
 TITLES = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "auroc": "AUROC ↑"}
-BEST_NOTE = "Bold: not told from the best of the block by a Welch test at 5%; fewer than three seeds are not tested."
+BEST_NOTE = "Bold: the best, or not significantly worse (Welch, 5%). Rows with fewer than three seeds are not tested."
 _NOTES = {
     "full": "",
     "reduced": "Fewer epochs than the paper's runs.",
@@ -62,6 +66,13 @@ def number(metric: str, mean: float | None, sd: float | None) -> str:
     if mean is None:
         return "-"
     return f"{mean:.{digits}f} ({'-' if sd is None else f'{sd:.{digits}f}'})"
+
+
+def counts_sentence(counts: dict[Mark, int]) -> str:
+    """How many of a table's printed numbers have which mark."""
+    always = ("equal", "better", "worse", "open", "not run")
+    found = [f"{count} {mark}" for mark, count in counts.items() if count or mark in always]
+    return f"Of {sum(counts.values())} printed numbers: {', '.join(found)}."
 
 
 def _lines(cell: Cell) -> tuple[str, str, str]:
@@ -161,7 +172,7 @@ _HEAD = (f"| method | {' | '.join(TITLES.values())} |", f"|---{'|---' * len(TITL
 
 def comparison_markdown(comparison: Comparison) -> str:
     """The blocks of a table: ours, the paper's, difference and mark in each cell."""
-    parts = []
+    parts = [counts_sentence(comparison.counts)]
     for block in comparison.blocks:
         parts.append(f"**{block.title}**")
         if not any(row.seeds for row in block.rows):
@@ -174,6 +185,28 @@ def comparison_markdown(comparison: Comparison) -> str:
         parts.append("\n".join(lines))
         parts += scale_notes(block) + settings_notes(block)
     return "\n\n".join(parts)
+
+
+def counts_markdown(comparisons: list[Comparison]) -> str:
+    """How many numbers of each table, and of all, have which mark."""
+    names = [f"{comparison.table.replace('table', 'table ')}: {comparison.title}" for comparison in comparisons]
+    counts = [comparison.counts for comparison in comparisons]
+    total = {mark: sum(each[mark] for each in counts) for mark in MARKS}
+    lines = [f"| | numbers | {' | '.join(MARKS)} |", f"|---|---{'|---' * len(MARKS)}|"]
+    for name, each in [*zip(names, counts, strict=True), ("all", total)]:
+        lines.append(f"| {name} | {sum(each.values())} | {' | '.join(map(str, each.values()))} |")
+    return "\n".join(lines)
+
+
+def margins_markdown(comparisons: list[Comparison]) -> str:
+    """The margin of each block."""
+    lines = [f"| block | {' | '.join(title[:-2] for title in TITLES.values())} |", f"|---{'|---' * len(TITLES)}|"]
+    for comparison in comparisons:
+        for block in comparison.blocks:
+            found = margins()[comparison.table][block.name]
+            name = f"{comparison.table.replace('table', 'table ')}, {block.title}"
+            lines.append(f"| {name} | {' | '.join(f'{found[metric]:g}' for metric in TITLES)} |")
+    return "\n".join(lines)
 
 
 def block_markdown(block: Block) -> str:
