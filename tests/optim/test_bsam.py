@@ -298,6 +298,19 @@ def test_offsets_of_the_two_passes(perturb_from):
     torch.testing.assert_close(seen[1], start + eps)
 
 
+@pytest.mark.parametrize("perturb_from", ["sample", "mean"])
+def test_without_a_perturbation_the_mean_follows_the_expected_loss_or_the_plain_one(perturb_from):
+    """rho = 0: the applied gradient is the one at the sample, as in variational inference, or the one at the mean."""
+    problem = logistic()
+    omega = problem.weights()
+    optimizer = bsam.BSAM(problem.model.parameters(), num_data=40, rho=0.0, perturb_from=perturb_from)
+    optimizer.step(problem.loss_fn, problem.x, problem.y)
+    theta = omega + flat_noise(problem.model)(0, 0) / math.sqrt(40)
+    _, expected = problem.gradient(theta if perturb_from == "sample" else omega, np.arange(len(problem.x)))
+    applied = torch.cat([p.grad.flatten() for p in problem.model.parameters()]).numpy()
+    np.testing.assert_allclose(applied, expected, rtol=1e-10)
+
+
 def test_a_state_without_the_option_was_trained_from_the_mean():
     problem = logistic()
     optimizer = bsam.BSAM(problem.model.parameters(), num_data=40)

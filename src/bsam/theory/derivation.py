@@ -7,7 +7,7 @@ For a diagonal Gaussian q = N(omega, diag(1/s)) the biconjugate is, with Sigma =
 and grad f**(mu) = (b m, -b/2) at the optimum. The appendix takes one approximate step for each unknown:
 
     1. linearise the loss at theta ~ q, gradient g:     eps* = g / b, used with b = s        `perturbation`
-    2. linearise it at omega + eps*, gradient g_eps:    m* = omega - g_eps / b               `optimal_mean`
+    2. linearise it at theta + eps*, gradient g_eps:    m* = omega - g_eps / b               `optimal_mean`
     3. linearise as in 1, keep m = omega:               b* = |g| sqrt(s)                     `optimal_precision`
     4. put them into grad f**:                          (b* m*, -b*/2)                       `closed_form_gradient`
     5. Bayesian learning rule, Eq. 14:                  lambda <- (1 - alpha) lambda + alpha (lambda_0 + grad f**)
@@ -21,7 +21,9 @@ Notes on the printed text:
 
 - Step 3 is one block of a block-coordinate descent. Minimising the linearised problem over m and b together would give
   b = 0 (the gain from m cancels the price of eps): a linear function is its own envelope.
-- Eq. 24 prints delta where delta_0 is meant, and the next line nabla loss(theta + eps) for omega + eps.
+- Eq. 24 prints delta where delta_0 is meant.
+- Step 2 is printed at omega + eps* (Eqs. 21 and 26), and in the sentence between them at theta + eps*: see
+  docs/algorithm.md, "Where the second gradient is taken". The closed forms are the same for both.
 - rho: for the loss of all N examples, eps* = N g / (N s_hat) = g / s_hat, so rho = 1. The text gets g / (N s_hat),
   rho = 1/N, because it applies the relaxation to one minibatch's mean loss, the looser bound N/K sum_i f_i** <= f**.
 """
@@ -126,7 +128,7 @@ def bsam_update(
         omega: Mean.
         unit_precision: s_hat; the posterior's precision is N s_hat.
         g: Mean gradient at a sample theta ~ N(omega, 1 / (N s_hat)).
-        g_eps: Mean gradient at omega + rho g / s_hat.
+        g_eps: Mean gradient at theta + rho g / s_hat, or at omega + rho g / s_hat.
         num_data: N.
         delta: Prior precision divided by N.
         learning_rate: alpha.
