@@ -634,6 +634,14 @@ def test_rates_that_the_schedule_sets_are_no_other_options(tmp_path):
     assert Run.resume(tmp_path, device="cpu").trainer.epoch == run.config.epochs + 1
 
 
+def test_how_a_device_computes_a_step_is_no_other_option(tmp_path):
+    """A compiled step on a GPU makes torch's optimizers use their fused kernels."""
+    run = start(tmp_path, "sam-adam")
+    run.trainer.optimizer.param_groups[0].update(fused=True, foreach=False)
+    run.save()
+    assert Run.resume(tmp_path, device="cpu").trainer.epoch == 0
+
+
 @pytest.mark.parametrize(
     ("place", "message"),
     [

@@ -142,8 +142,8 @@ class Run:
         }
         head = "".join(f"{name} = {toml_value(value)}\n" for name, value in origin.items() if value is not None)
         path = folder / "config.toml"
-        if not holds_run(folder):
-            path.unlink(missing_ok=True)
+        if path.is_file() and not holds_run(folder):
+            path.unlink()
         try:
             write_text(path, f"{head}\n[config]\n{to_toml(config)}", new=True)
         except FileExistsError as error:  # another process was faster
@@ -313,8 +313,11 @@ def _check_progress(state: dict[str, Any], trainer: Trainer) -> None:
 
 
 def _options(trainer: Trainer) -> list[dict[str, Any]]:
-    """The options of the optimizer but those that the schedule sets. Tensors are state: IVON has its state there."""
-    aside = {"params", "lr"} | ({"momentum"} if trainer.config.swag_epochs else set())
+    """What the optimizer computes: its options but those that the schedule sets, and those that say how to compute it.
+
+    Tensors are state: IVON has its state there.
+    """
+    aside = {"params", "lr", "foreach", "fused", "capturable"} | ({"momentum"} if trainer.config.swag_epochs else set())
     return [
         {name: value for name, value in group.items() if name not in aside and not isinstance(value, torch.Tensor)}
         for group in trainer.optimizer.param_groups
