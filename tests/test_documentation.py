@@ -15,6 +15,7 @@ from bsam.experiments.tables import pages, rewrite
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DEFINITION = re.compile(r"^ *def (test_\w+)\(", re.MULTILINE)
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -43,6 +44,15 @@ def test_the_pages_have_code():
 def test_links_to_files_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_tests_that_the_pages_name_are_there():
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    assert named
+    written = {
+        name for path in ROOT.joinpath("tests").rglob("test_*.py") for name in DEFINITION.findall(path.read_text())
+    }
+    assert named <= written, named - written
 
 
 def test_the_tables_of_the_pages_are_those_of_the_records():

@@ -654,7 +654,8 @@ def test_options_that_are_refused(options, message):
         ("categorical", (5, 1), 'one number an example.*likelihood="bernoulli"'),
         ("categorical", (5,), 'one number an example.*likelihood="bernoulli"'),
         ("categorical", (5, 2, 3), r"\(5, 2, 3\).*needs \(n, K\)"),
-        ("bernoulli", (5, 3), 'needs one logit an example.*likelihood="categorical"'),
+        ("bernoulli", (5, 3), 'needs one logit an example.*likelihood="categorical" if each example has one of K'),
+        ("bernoulli", (5, 3), r"multi-label.*forward=lambda model, inputs: model\(inputs\)\[:, 0\]"),
         ("gaussian", (5, 2, 2), r"needs \(n,\) or \(n, D\)"),
     ],
 )
@@ -761,6 +762,22 @@ def test_inside_inference_mode():
 
 
 # ---------------------------------------------------------------- two classes, and regression
+
+
+def test_several_yes_no_questions_are_predicted_one_at_a_time():
+    """As the errors say that meet outputs and labels of all questions at once."""
+    model, x, y = seeded(lambda: mlp(3)), vectors(6), torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]]).repeat(2, 1)
+    q = gaussian(model)
+    with pytest.raises(ValueError, match=r"a single 1.*several \(multi-label\).*likelihood=\"bernoulli\""):
+        predict(model, q, (x, y), num_samples=5)
+    with pytest.raises(ValueError, match=r"multi-label"):
+        predict(model, q, (x, y), num_samples=5, likelihood="bernoulli")
+    outputs = literal_outputs(model, q, x)
+    for k in range(3):
+        question = {"likelihood": "bernoulli", "forward": lambda model, inputs, k=k: model(inputs)[:, k]}
+        result = predict(model, q, (x, y[:, k]), num_samples=5, **question)
+        torch.testing.assert_close(result.probs[:, 1], outputs[..., k].sigmoid().mean(0), rtol=1e-12, atol=1e-12)
+        assert torch.equal(result.labels, y[:, k])
 
 
 @pytest.mark.parametrize("shape", [(-1,), (-1, 1)])

@@ -1,76 +1,120 @@
-"""Files that a kill at any moment leaves whole: text, and tensors with a header that says what they are.
+"""Files that a kill at any moment leaves whole, and that notice when they were damaged.
 
-A file is written under another name in the same folder, put on the disk, and then takes the place of the old one.
-Loading one runs no code: they are JSON, TOML, or safetensors that carry `format`, `version` and `kind` as metadata.
+A file is written in a hidden folder beside its place, put on the disk, and then takes the place of the old one. Loading
+one runs no code: they are JSON, TOML, or safetensors that carry `format`, `version`, `kind` and a checksum of all that
+they hold as metadata.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
 import secrets
+import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-__all__ = ["Settings", "naming", "read_file", "remove_leftovers", "write_file", "write_text"]
+try:
+    import fcntl
+except ModuleNotFoundError:
+    _HAS_LOCKS = False
+else:
+    _HAS_LOCKS = True
+
+__all__ = [
+    "Settings",
+    "checksum",
+    "locked",
+    "naming",
+    "read_file",
+    "remove_leftovers",
+    "replacing",
+    "write_file",
+    "write_text",
+]
 
 Settings = dict[str, Any]
 """What a file holds beside tensors, as JSON."""
 
-_VERSION = "1"
+_VERSION, _BEFORE_CHECKSUMS = "2", "1"
+
+
+# ------------------------------------------------------------------ writing
 
 
 def write_file(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, format: str, kind: str, settings: Settings
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    *,
+    format: str,
+    kind: str,
+    settings: Settings,
+    previous: Path | None = None,
 ) -> None:
-    """Write a safetensors file. Until it is whole and on the disk, whatever is at `path` stays."""
-    metadata = {"format": format, "version": _VERSION, "kind": kind, "settings": json.dumps(settings)}
-    with _replacing(Path(path)) as temporary:
+    """Write a safetensors file with a checksum. Until it is whole and on the disk, whatever is at `path` stays.
+
+    Args:
+        path: The file.
+        tensors: What it holds.
+        format: What it is, see `read_file`.
+        kind: Of which kind.
+        settings: What it holds beside tensors.
+        previous: Where to keep the file that is at `path` now.
+    """
+    contents = _unshared(tensors)
+    metadata = {"format": format, "version": _VERSION, "kind": kind, "settings": json.dumps(settings, sort_keys=True)}
+    metadata["sha256"] = checksum(contents, metadata)
+    with replacing(Path(path), previous=previous) as temporary:
+        temporary.touch()
         mode = temporary.stat().st_mode
-        save_file(_unshared(tensors), temporary, metadata)
+        save_file(contents, temporary, metadata)
         os.chmod(temporary, mode)  # safetensors leaves a file that only its owner can read
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file. Until it is whole and on the disk, whatever is at `path` stays."""
-    with _replacing(Path(path)) as temporary:
+def write_text(path: str | os.PathLike[str], text: str, *, new: bool = False) -> None:
+    """Write a text file. Until it is whole and on the disk, whatever is at `path` stays.
+
+    Args:
+        path: The file.
+        text: What it holds.
+        new: Whether to raise a FileExistsError if there is a file at `path`.
+    """
+    with replacing(Path(path), new=new) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what a kill in the middle of a write has left in `folder`; nobody may be writing there."""
-    for temporary in folder.glob(".*.tmp"):
-        temporary.unlink(missing_ok=True)
-
-
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """An empty file to write to, that takes the place of `path` when the block ends well."""
+def replacing(path: Path, *, previous: Path | None = None, new: bool = False) -> Iterator[Path]:
+    """Name a file to write; when the block ends well, that file takes the place of `path`. See `write_file`.
+
+    A link at `path` is replaced too: the file that it leads to is not touched.
+    """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}. Make it first.")
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        open(temporary, "xb").close()
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        code = _error_number(error)
-        if code is None:
-            raise
-        reason = _REASONS.get(code, f"{os.strerror(code)}. Mend that")
-        raise OSError(code, f"{path} could not be written: {reason}. What was there before is kept") from error
+    with _explained(path):
+        remove_leftovers(path.parent, path.name)
+        with _room(path) as room:
+            temporary = room / path.name
+            yield temporary
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
+            if previous is not None:
+                _keep(path, previous, room)
+            if new:
+                _place(temporary, path)
+            else:
+                os.replace(temporary, path)
     if hasattr(os, "O_DIRECTORY"):  # the new name is on the disk once the folder is; not every system has this
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -79,12 +123,137 @@ def _replacing(path: Path) -> Iterator[Path]:
             os.close(folder)
 
 
+def _keep(path: Path, previous: Path, room: Path) -> None:
+    """Let what is at `path` be at `previous` too."""
+    if not path.exists():
+        return
+    try:
+        os.link(path, room / "previous")  # and not a rename, so that there is a file at `path` at every moment
+        os.replace(room / "previous", previous)
+    except OSError:  # this disk has no links
+        os.replace(path, previous)
+
+
+def _place(temporary: Path, path: Path) -> None:
+    """Move a file to `path`, where there must be none."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # this disk has no links
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        os.replace(temporary, path)
+
+
+# ------------------------------------------------------------------ what a kill leaves
+
+_ROOM = re.compile(r"\.(.+)\.[0-9a-f]{16}\.bsam-tmp")
+
+
+@contextlib.contextmanager
+def _room(path: Path) -> Iterator[Path]:
+    """A hidden folder to write `path` in. As long as its writer lives, the writer holds a lock in the folder."""
+    lock = None
+    while True:
+        room = path.with_name(f".{path.name}.{secrets.token_hex(8)}.bsam-tmp")
+        try:
+            room.mkdir()
+            lock = _lock(room / "lock", wait=False)
+            break
+        except (BlockingIOError, FileNotFoundError):  # before the lock was held, another process removed the folder
+            if not path.parent.is_dir():
+                raise
+    try:
+        yield room
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
+        if lock is not None:
+            lock.close()
+
+
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Remove what a kill in the middle of a write has left in `folder`, of all files or of the one called `name`.
+
+    Only folders with a name of ours are removed, and only where the lock of the writer is free: the writer is dead.
+    """
+    for room in folder.glob(".*.bsam-tmp"):
+        found = _ROOM.fullmatch(room.name)
+        if found is None or name not in (None, found[1]) or room.is_symlink() or not room.is_dir():
+            continue
+        try:
+            lock = _lock(room / "lock", wait=False)
+        except OSError:  # the writer is at work, or another process removes the folder
+            continue
+        if lock is not None:
+            shutil.rmtree(room, ignore_errors=True)
+            lock.close()
+
+
+# ------------------------------------------------------------------ locks
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Keep other processes out of the block. The file `path` is the lock: it is there as long as the block runs.
+
+    Where the system or the disk has no locks, the block runs without one.
+
+    Raises:
+        BlockingIOError: Another process is in the block, and `wait` is False.
+    """
+    lock = _lock(path, wait=wait)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            lock.close()
+
+
+def _lock(path: Path, *, wait: bool) -> IO[bytes] | None:
+    """The locked file, which is made if it is not there; None where there are no locks."""
+    if not _HAS_LOCKS:
+        return None
+    while True:
+        with _explained(path):
+            file = open(path, "ab")  # noqa: SIM115 (the lock lasts as long as the file is open)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
+        except BaseException as error:
+            file.close()
+            if isinstance(error, OSError) and error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                return None
+            if not isinstance(error, FileNotFoundError):
+                raise
+        file.close()  # the process that had the lock has removed the file: try the next one
+
+
+# ------------------------------------------------------------------ errors of the disk
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn the errors of a disk into sentences that say what to do."""
+    try:
+        yield
+    except Exception as error:
+        code = _error_number(error)
+        if code is None:
+            raise
+        reason = _REASONS.get(code, f"{os.strerror(code)}. Mend that")
+        raise OSError(code, f"{path} could not be written: {reason}. What was there before is kept") from error
+
+
 _REASONS = {
     errno.ENOSPC: "the disk is full. Free some space",
     errno.EDQUOT: "your share of the disk is full. Free some space",
     errno.EFBIG: "it is larger than a file may be here. Raise the limit (ulimit -f), or choose another disk",
     errno.EACCES: "the folder may not be written to. Change its permissions, or choose another",
     errno.EPERM: "the folder may not be written to. Change its permissions, or choose another",
+    errno.EEXIST: "there is a file of this name. Choose another",
     errno.EROFS: "the folder is on a read-only disk. Choose another",
 }
 """What to do about the errors of a disk."""
@@ -98,10 +267,17 @@ def _error_number(error: BaseException) -> int | None:
     return int(found[1]) if found else None
 
 
+# ------------------------------------------------------------------ reading
+
+
 def read_file(
     path: str | os.PathLike[str], *, format: str, kinds: Iterable[str]
 ) -> tuple[str, dict[str, Tensor], Settings]:
-    """Read what `write_file` wrote: kind, tensors and settings. Refuses other formats, versions and kinds."""
+    """Read what `write_file` wrote: kind, tensors and settings.
+
+    Other formats, versions and kinds are refused, and so are contents that do not have the checksum of the file. A file
+    of an earlier version of bsam has no checksum: it is read with a warning.
+    """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
@@ -110,18 +286,50 @@ def read_file(
         raise ValueError(f"{path} is not a safetensors file, or not a whole one: {error}.") from error
     if metadata.get("format") != format:
         raise ValueError(f"{path} says format={metadata.get('format')!r}: expected {format!r}.")
-    if metadata.get("version") != _VERSION:
-        raise ValueError(
-            f"{path} says version={metadata.get('version')!r}: this bsam reads version {_VERSION!r}. Update bsam?"
-        )
+    version = metadata.get("version")
+    if version not in (_VERSION, _BEFORE_CHECKSUMS):
+        raise ValueError(f"{path} says version={version!r}: this bsam reads version {_VERSION!r}. Update bsam?")
     kind, kinds = metadata.get("kind"), list(kinds)
     if kind not in kinds:
         raise ValueError(f"{path} says kind={kind!r}: expected {' or '.join(map(repr, kinds))}.")
+    if version == _BEFORE_CHECKSUMS and "sha256" not in metadata:
+        warnings.warn(
+            f"{path} has no checksum, because an earlier version of bsam wrote it: damage to it cannot be noticed. "
+            "Write it again to add one.",
+            stacklevel=3,
+        )
+    elif metadata.get("sha256") != checksum(tensors, metadata):
+        raise ValueError(
+            f"{path} is damaged: its contents do not have the checksum that they were written with. Take a copy of "
+            "it that is whole, or make it again."
+        )
     with naming(path):
         settings = json.loads(metadata["settings"])
         if not isinstance(settings, dict):
             raise TypeError(f"settings must be a dictionary, not {type(settings).__name__}")
     return kind, tensors, settings
+
+
+def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """The SHA-256 of contents: names, types, shapes and bytes of tensors, and metadata other than a checksum.
+
+    Equal contents have equal checksums, whatever their order and their place in a file.
+    """
+    sha256 = hashlib.sha256()
+
+    def add(part: bytes | memoryview) -> None:
+        sha256.update(len(part).to_bytes(8, "little"))  # so that "ab", "c" is not "a", "bc"
+        sha256.update(part)
+
+    for key in sorted(metadata.keys() - {"sha256"}):
+        add(key.encode())
+        add(metadata[key].encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        add(name.encode())
+        add(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        add(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return sha256.hexdigest()
 
 
 @contextlib.contextmanager

@@ -53,7 +53,9 @@ def check_outputs(likelihood: str, shape: tuple[int, ...]) -> None:
         if len(shape) != 1 and shape[1:] != (1,):
             raise ValueError(
                 f'the model gives outputs of shape {shape}, but likelihood="bernoulli" needs one logit an example, '
-                '(n,) or (n, 1). Write likelihood="categorical" for K logits.'
+                '(n,) or (n, 1). Write likelihood="categorical" if each example has one of K classes. If each output '
+                "answers a yes/no question of its own (multi-label), take one question at a time: "
+                "forward=lambda model, inputs: model(inputs)[:, 0], and the labels of that question."
             )
     elif len(shape) not in (1, 2):
         raise ValueError(f'the model gives outputs of shape {shape}, but likelihood="gaussian" needs (n,) or (n, D).')

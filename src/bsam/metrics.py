@@ -338,9 +338,7 @@ def reliability_diagram(
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError(
-            'reliability_diagram needs matplotlib, which is missing: pip install "bsam[experiments]"'
-        ) from error
+        raise ImportError("reliability_diagram needs matplotlib, which is missing: pip install matplotlib") from error
     table = predictions if isinstance(predictions, ReliabilityTable) else _whole(predictions, num_bins).reliability()
     num_bins = len(table.count)
     filled = table.count > 0
@@ -412,7 +410,8 @@ def _checked(log_probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if labels.shape != (n,):
         raise ValueError(
             f"labels must have shape ({n},), one per row of log_probs, got {tuple(labels.shape)}; "
-            "write one_hot.argmax(dim=1) for one-hot labels"
+            "write one_hot.argmax(dim=1) if each row has a single 1; where rows may have several (multi-label), rate "
+            "the predictions of one label at a time"
         )
     if not log_probs.is_floating_point():
         raise TypeError(f"log_probs must be floating point, got {log_probs.dtype}; apply log_softmax to logits")

@@ -148,5 +148,6 @@ def test_without_the_extra_the_command_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.strip() == (
-        "The command bsam needs typer, which is not installed: pip install 'bsam[experiments]'"
+        "The command bsam needs typer, which is not installed. In the folder of bsam's source, write: "
+        "pip install '.[experiments]'"
     )

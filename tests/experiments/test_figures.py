@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from bsam.experiments import figures
 from bsam.experiments.commands import app
 from bsam.experiments.figures import data_sets, duality, logistic, moons, numbers, objectives, relaxed, style
+from bsam.experiments.record import read_json
 from bsam.theory.fenchel import biconjugate, max_loss
 from bsam.theory.gaussian import Diagonal
 from bsam.theory.losses import logistic_regression, murphy_data, quadratic, three_minima
@@ -334,7 +335,7 @@ class TestCommand:
         assert written == {"worst-case.png", "dual-spaces.png", "figures.json"}
         path = tmp_path / "numbers.json"
         assert CliRunner().invoke(app, ["figure", "numbers", "--out", str(path)]).exit_code == 0
-        assert json.loads(path.read_text()) == {"a": 1}
+        assert read_json(path) == {"a": 1}
 
     def test_an_unknown_name(self):
         result = CliRunner().invoke(app, ["figure", "mona-lisa"])

@@ -1,10 +1,15 @@
 """The page of `bsam report`: complete, honest about what is missing, readable everywhere, without network."""
 
+import base64
 import dataclasses
+import hashlib
 import html
 import json
+import os
 import re
 import shlex
+import shutil
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -20,7 +25,8 @@ from bsam.experiments.config import override
 from bsam.experiments.evaluate import evaluate
 from bsam.experiments.figures import FIGURES
 from bsam.experiments.paper.presets import preset
-from bsam.experiments.record import environment, write_json
+from bsam.experiments.record import environment, read_json, write_json
+from bsam.experiments.report import paper_page
 from bsam.experiments.report.paper_page import write_paper_page
 from bsam.experiments.reproduce.show import scale_note
 from bsam.experiments.runs import Run
@@ -282,6 +288,74 @@ def test_what_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"demo\.json is not a record"):
         write_paper_page(tmp_path / "paper.html", tmp_path / "runs", tmp_path)
     assert not (tmp_path / "paper.html").exists()
+
+
+HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2) alt="'
+
+
+class Tags(HTMLParser):
+    """What a browser would make of a page: the scripts, the attributes, the labels."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.scripts, self.attributes, self.labels, self._script = [], set(), set(), False
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self._script = tag == "script"
+        self.attributes |= {name for name, _ in attributes}
+        self.labels |= {value for name, value in attributes if name == "aria-label"}
+
+    def handle_data(self, data):
+        if self._script:
+            self.scripts.append(data)
+            self._script = False
+
+
+def hostile(value, keep):
+    """A record with every text in it replaced, but for the names of entries and what is under a name of `keep`."""
+    if isinstance(value, dict):
+        return {name: item if name in keep else hostile(item, keep) for name, item in value.items()}
+    if isinstance(value, list):
+        return [hostile(item, keep) for item in value]
+    return HOSTILE if isinstance(value, str) else value
+
+
+def test_what_records_say_is_shown_and_not_run(results, tmp_path):
+    shutil.copytree(results, tmp_path / "results")
+    records = [*(tmp_path / "results").glob("*.json"), *(tmp_path / "results").rglob("seed*.json")]
+    for record in records:
+        write_json(record, hostile(read_json(record), {"config", "preset", "scale", "changes"}))
+    page = write_paper_page(tmp_path / "paper.html", tmp_path / "results" / "runs", tmp_path).read_text()
+    tags = Tags(page)
+    assert tags.scripts == [(Path(paper_page.__file__).parent / "sort.js").read_text()]
+    assert not {name for name in tags.attributes if name.startswith("on")}
+    assert f"{HOSTILE}: accuracy ↑" in tags.labels
+    assert html.escape(HOSTILE) in page
+
+
+def test_a_browser_may_run_the_script_of_the_page_and_no_other(page):
+    (script,) = Tags(page).scripts
+    sha256 = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert f"script-src 'sha256-{sha256}';" in html.unescape(policy)
+
+
+def test_a_page_is_replaced_in_one_go_and_a_link_is_not_followed(results, tmp_path, monkeypatch):
+    out = tmp_path / "paper.html"
+    (tmp_path / "elsewhere").write_text("of somebody else")
+    out.symlink_to(tmp_path / "elsewhere")
+    write_paper_page(out, results / "runs", tmp_path)
+    assert (tmp_path / "elsewhere").read_text() == "of somebody else"
+    whole = out.read_text()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"paper.html could not be written: the disk is full"):
+        write_paper_page(out, results / "runs", tmp_path)
+    assert out.read_text() == whole
 
 
 # ------------------------------------------------------------------ in a browser

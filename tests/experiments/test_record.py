@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bsam.experiments import record
-from bsam.experiments.record import environment, to_json, write_json
+from bsam.experiments.record import environment, read_json, to_json, write_json
 
 
 def test_numbers_that_json_does_not_know_become_null():
@@ -27,7 +27,7 @@ def test_a_record_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatc
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match=r"record.json could not be written: the disk is full"):
         write_json(path, {"second": 2})
-    assert json.loads(path.read_text()) == {"first": 1}
+    assert read_json(path) == {"first": 1}
     assert os.listdir(tmp_path) == ["record.json"]
 
 
@@ -66,3 +66,32 @@ def test_on_cuda_the_libraries_and_the_precision_of_products_are_named():
     assert found["cudnn"] == torch.backends.cudnn.version()
     assert found["packages"]["triton"]
     assert found["tf32"] == {"products": False, "convolutions": True}  # torch's defaults
+
+
+def test_a_record_is_read_as_it_was_written_and_notices_changes(tmp_path):
+    path = tmp_path / "record.json"
+    record = {"seed": 0, "config": {"milestones": [1, 2], "lr": 1e-05}, "loss": None}
+    write_json(path, {**record, "loss": math.inf, "config": {"milestones": (1, 2), "lr": 1e-05}})
+    assert read_json(path) == record
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps(dict(reversed(whole.items()))))  # other white space and order: the same contents
+    assert read_json(path) == record
+    for changed in (whole | {"seed": 1}, whole | {"more": 1}, {key: whole[key] for key in whole if key != "sha256"}):
+        path.write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=f"{path} is damaged"):
+            read_json(path)
+    write_json(path, whole | {"seed": 1})  # whoever writes it again gives it a new checksum
+    assert read_json(path) == record | {"seed": 1}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000])
+def test_what_is_no_record_is_named(tmp_path, text):
+    path = tmp_path / "record.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{path} is not a record"):
+        read_json(path)
+
+
+def test_records_from_before_there_were_checksums_are_read(tmp_path):
+    (tmp_path / "record.json").write_text('{"seed": 0}')
+    assert read_json(tmp_path / "record.json") == {"seed": 0}

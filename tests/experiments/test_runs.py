@@ -24,8 +24,10 @@ from bsam.experiments.data import load
 from bsam.experiments.evaluate import evaluate
 from bsam.experiments.methods import METHODS, make_optimizer, predict
 from bsam.experiments.paper.presets import preset
-from bsam.experiments.runs import Run, RunInterruptedError, _locked, choose_device
+from bsam.experiments.record import read_json
+from bsam.experiments.runs import Run, RunBusyError, RunInterruptedError, choose_device
 from bsam.experiments.trainer import Trainer
+from bsam.files import locked
 from tests import reference
 from tests.optim.test_contract import assert_same
 from tests.problems import logistic
@@ -176,6 +178,7 @@ def test_a_run_leaves_everything_that_is_needed(tmp_path):
     run = start(tmp_path / "run")
     run.train(every_epochs=1)
     assert sorted(os.listdir(tmp_path / "run")) == [
+        "checkpoint.previous.safetensors",
         "checkpoint.safetensors",
         "config.toml",
         "log.jsonl",
@@ -296,7 +299,7 @@ def test_what_cannot_be_trained_is_refused_before_a_folder_is_taken(tmp_path, me
 
 
 def test_settings_that_cannot_be_written_leave_the_folder_free(tmp_path, monkeypatch):
-    def full(path, text):
+    def full(path, text, *, new):
         raise OSError(28, "the disk is full")
 
     with monkeypatch.context() as disk:
@@ -309,9 +312,11 @@ def test_settings_that_cannot_be_written_leave_the_folder_free(tmp_path, monkeyp
 
 def test_what_a_kill_left_behind_is_removed(tmp_path):
     run = start(tmp_path)
-    (tmp_path / ".checkpoint.safetensors.12345678.tmp").write_bytes(b"torn")
+    (tmp_path / ".predictions-test-4.safetensors.0123456789abcdef.bsam-tmp").mkdir()  # no other write would remove it
+    (tmp_path / ".predictions-test-4.safetensors.0123456789abcdef.bsam-tmp" / ".tmpAbCdEf").write_bytes(b"torn")
+    (tmp_path / ".notes.tmp").write_text("of somebody else")
     run.train()
-    assert not list(tmp_path.glob(".*"))
+    assert [path.name for path in tmp_path.glob(".*")] == [".notes.tmp"]
 
 
 def test_a_log_is_json_also_when_the_loss_is_not_a_number(tmp_path):
@@ -574,9 +579,191 @@ def test_a_folder_without_permission_keeps_what_is_there(tmp_path):
     assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
 
 
+# ---------------------------------------------------------------- damage
+
+
+def saved_twice(folder):
+    """A run with two checkpoints: (epoch 1, batch 1) and before it (epoch 0, batch 3)."""
+    run = start(folder)
+    for _ in run.trainer.steps():
+        if (run.trainer.epoch, run.trainer.batch) in ((0, 3), (1, 1)):
+            run.save()
+        if run.trainer.epoch == 1 and run.trainer.batch == 1:
+            return run
+    raise AssertionError
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_costs_minutes_and_not_the_run(tmp_path):
+    start(tmp_path / "whole").train()
+    run = saved_twice(tmp_path / "run")
+    flip(run.checkpoint)
+    warning = r"checkpoint.safetensors is damaged: .* goes on from the checkpoint before it, .*previous.safetensors"
+    with pytest.warns(UserWarning, match=warning):
+        resumed = Run.resume(tmp_path / "run", device="cpu")
+    assert (resumed.trainer.epoch, resumed.trainer.batch) == (0, 3)
+    before = resumed.checkpoints.previous.read_bytes()
+    resumed.save()
+    assert resumed.checkpoints.previous.read_bytes() == before  # the damaged one does not take its place
+    resumed.train()
+    states = [load_checkpoint(tmp_path / name / "checkpoint.safetensors") for name in ("whole", "run")]
+    for key in ("model", "optimizer", "epoch"):
+        assert_same(states[0][key], states[1][key])
+
+
+def test_without_a_last_checkpoint_the_one_before_it_serves(tmp_path):
+    run = saved_twice(tmp_path)
+    run.checkpoint.unlink()
+    with pytest.warns(UserWarning, match=r"there is no checkpoint .* goes on from the checkpoint before it"):
+        resumed = Run.resume(tmp_path, device="cpu")
+    assert (resumed.trainer.epoch, resumed.trainer.batch) == (0, 3)
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused(tmp_path):
+    run = saved_twice(tmp_path)
+    flip(run.checkpoint)
+    flip(run.checkpoints.previous)
+    with pytest.raises(ValueError, match=r"checkpoint.previous.safetensors is damaged"):
+        Run.resume(tmp_path, device="cpu")
+    run.checkpoints.previous.unlink()
+    with pytest.raises(ValueError, match=r"is damaged.*no checkpoint before it: delete it to begin again"):
+        Run.resume(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("num_data", lambda group: group.update(num_data=10)),
+        ("damping", lambda group: group.update(damping=0.5)),
+        ("betas", lambda group: group.update(betas=(0.9, 0.99))),
+        ("rho", lambda group: group.update(rho=0.0)),
+        ("seed", lambda group: group.update(seed=1)),
+        ("(num_data|num_dada)", lambda group: group.update(num_dada=group.pop("num_data"))),
+    ],
+)
+def test_a_checkpoint_with_other_options_than_the_settings_is_refused(tmp_path, name, change):
+    run = start(tmp_path)
+    state = run.trainer.state()
+    change(state["optimizer"]["param_groups"][0])
+    save_checkpoint(run.checkpoint, state)
+    with pytest.raises(ValueError, match=rf"{run.checkpoint} does not hold a run.* {name}"):
+        Run.resume(tmp_path, device="cpu")
+
+
+def test_rates_that_the_schedule_sets_are_no_other_options(tmp_path):
+    run = start(tmp_path, "swag")
+    for _ in run.trainer.steps():
+        if run.trainer.epoch == run.config.epochs + 1:
+            break
+    group = run.trainer.optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"]) == (run.config.swag_lr, run.config.swag_momentum)
+    run.save()
+    assert Run.resume(tmp_path, device="cpu").trainer.epoch == run.config.epochs + 1
+
+
+def test_how_a_device_computes_a_step_is_no_other_option(tmp_path):
+    """A compiled step on a GPU makes torch's optimizers use their fused kernels."""
+    run = start(tmp_path, "sam-adam")
+    run.trainer.optimizer.param_groups[0].update(fused=True, foreach=False)
+    run.save()
+    assert Run.resume(tmp_path, device="cpu").trainer.epoch == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ({"epoch": -1}, "epoch=-1 must be a whole number from 0 to 3"),
+        ({"epoch": 4, "log": [{}] * 4}, "epoch=4 must be a whole number from 0 to 3"),
+        ({"epoch": True, "log": [{}]}, "epoch=True must be"),
+        ({"epoch": 1.0, "log": [{}]}, "epoch=1.0 must be"),
+        ({"batch": -2}, "batch=-2 must be a whole number from 0 to 5"),
+        ({"batch": 6}, "batch=6 must be a whole number from 0 to 5"),
+        ({"epoch": 3, "batch": 1, "log": [{}] * 3}, "batch=1 must be a whole number from 0 to 0"),
+        ({"epoch": 2}, "the log has 0 epochs, and 2 are done"),
+    ],
+)
+def test_a_checkpoint_of_an_impossible_epoch_is_refused(tmp_path, place, message):
+    run = start(tmp_path)
+    save_checkpoint(run.checkpoint, {**run.trainer.state(), **place})
+    with pytest.raises(ValueError, match=rf"{run.checkpoint} does not hold a run.* {message}"):
+        Run.resume(tmp_path, device="cpu")
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def test_a_kill_while_the_settings_are_written_leaves_the_folder_free(tmp_path, bsam_command):
+    """At each of the first calls that put a file on the disk; then the same command runs, and so does --resume."""
+    changes = [f for c in [*SHORT["sgd"], "epochs=1"] for f in ("--set", c)]
+    arguments = ["train", "digits/sgd", "--out", tmp_path, *changes, "--device", "cpu"]
+    folder = tmp_path / "seed0"
+    process = bsam_command(*arguments, before="import os; os.fsync = lambda descriptor: os._exit(9)")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 9, errors
+    assert not (folder / "config.toml").exists()
+    assert len(list(folder.glob(".config.toml.*"))) == 1
+    process = bsam_command(*arguments)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert not list(folder.glob(".*"))
+
+
+def test_empty_settings_of_an_earlier_version_leave_the_folder_free(tmp_path):
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(ValueError, match=r"config.toml does not hold a run: it is empty. Start the run again"):
+        Run.resume(tmp_path, device="cpu")
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        evaluate(tmp_path)
+    start(tmp_path)
+    assert Run.resume(tmp_path, device="cpu").trainer.epoch == 0
+
+
+def test_a_run_that_another_process_went_on_with_is_not_trained_from_an_old_place(tmp_path):
+    saved_twice(tmp_path)
+    first, second = (Run.resume(tmp_path, device="cpu") for _ in range(2))
+    first.train()
+    record = (tmp_path / "record.json").read_bytes()
+    with pytest.raises(RunBusyError, match="another process has gone on with the run"):
+        second.train()
+    assert (tmp_path / "record.json").read_bytes() == record
+    assert Run.resume(tmp_path, device="cpu").finished
+
+
+def test_evaluations_at_once_are_all_recorded(tmp_path, bsam_command):
+    start(tmp_path).train()
+    alone = evaluate(tmp_path, samples=[0], device="cpu")["0"].nll
+    processes = [bsam_command("evaluate", tmp_path, "--samples", f"{k},{k + 10}", "--device", "cpu") for k in (1, 2, 3)]
+    for process in processes:
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
+    evaluations = read_json(tmp_path / "record.json")["evaluations"]["test"]
+    assert set(evaluations) == {"0", "1", "2", "3", "11", "12", "13"}
+    assert evaluations["0"]["nll"] == alone
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_result_that_comes_in_while_predictions_are_made_stays(tmp_path, monkeypatch):
+    """What two evaluations at once come to, in one order that is known to happen."""
+    start(tmp_path).train()
+
+    def predicting(*arguments, num_samples, **options):
+        if num_samples == 4:
+            evaluate(tmp_path, samples=[2], device="cpu")
+        return predict(*arguments, num_samples=num_samples, **options)
+
+    monkeypatch.setattr("bsam.experiments.evaluate.predict", predicting)
+    evaluate(tmp_path, samples=[4], device="cpu")
+    assert set(read_json(tmp_path / "record.json")["evaluations"]["test"]) == {"2", "4"}
+
+
 def test_one_process_at_a_time_trains_a_run(tmp_path):
     run = start(tmp_path)
-    with _locked(tmp_path / "config.toml"), pytest.raises(RuntimeError, match="another process is training"):
+    with locked(tmp_path / ".training.lock"), pytest.raises(RunBusyError, match="another process is training"):
         run.train()
 
 

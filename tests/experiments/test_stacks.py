@@ -75,14 +75,14 @@ def test_killed_anywhere_they_go_on_as_if_nothing_had_happened(method, tmp_path)
 
         with pytest.raises(KeyboardInterrupt):
             stack.train(every_minutes=0, on_step=stop)
-        (folder / "seed0" / ".log.jsonl.1234.tmp").touch()
+        (folder / "seed0" / ".log.jsonl.0123456789abcdef.bsam-tmp").mkdir()
         stack = Stack.resume(folder, device="cpu")
     assert stack.runs[0].trainer.epoch >= 1
     stack.train()
     assert_same(results(folder), expected)
     assert Stack.resume(folder, device="cpu").finished
     assert sorted(path.name for path in folder.iterdir()) == ["seed0", "seed3", "stack.toml"]
-    assert not list(folder.glob("*/.*.tmp"))
+    assert not list(folder.glob("*/.*"))
 
 
 def test_a_signal_saves_all_and_says_how_to_go_on(tmp_path):
@@ -205,6 +205,25 @@ def test_a_torn_checkpoint_is_named(tmp_path):
     checkpoint.write_bytes(checkpoint.read_bytes()[:100])
     with pytest.raises(ValueError, match=str(checkpoint)):
         Stack.resume(tmp_path / "runs", device="cpu")
+
+
+def test_a_damaged_checkpoint_of_all_costs_minutes(tmp_path):
+    stack = start(tmp_path / "runs")
+    with pytest.raises(RunInterruptedError):
+        stack.train(
+            every_minutes=0,
+            on_step=lambda trainer: os.kill(os.getpid(), signal.SIGTERM) if trainer.batch == 3 else None,
+        )
+    content = bytearray(stack.checkpoint.read_bytes())
+    content[-1] ^= 1
+    stack.checkpoint.write_bytes(content)
+    with pytest.warns(UserWarning, match=r"stack.safetensors is damaged: .*stack.previous.safetensors"):
+        again = Stack.resume(tmp_path / "runs", device="cpu")
+    assert [run.trainer.batch for run in again.runs] == [2, 2]
+    again.train()
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["seed0", "seed3", "stack.toml"]
+    start(tmp_path / "whole").train()
+    assert_same(results(tmp_path / "runs"), results(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("change", [("epochs = 3", "epochs = 4"), ("seed = 3", "seed = 7")])

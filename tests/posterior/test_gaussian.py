@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 
+from bsam.files import checksum
 from bsam.posterior import DiagonalGaussian, LowRankGaussian, PointMass, load_posterior
 from bsam.posterior.base import clean_names, preserved
 
@@ -524,9 +525,11 @@ def test_others_may_read_the_file(tmp_path, posterior):
 
 
 def rewritten(path, **metadata):
-    """The file with other metadata; None removes an entry."""
-    entries = {"format": "bsam.posterior", "version": "1", "kind": "point", "settings": "{}", **metadata}
-    save_file(load_file(path), path, {k: v for k, v in entries.items() if v is not None})
+    """The file with other metadata and its right checksum, which anybody can compute; None removes an entry."""
+    entries = {"format": "bsam.posterior", "version": "2", "kind": "point", "settings": "{}", **metadata}
+    entries = {key: value for key, value in entries.items() if value is not None}
+    tensors = load_file(path)
+    save_file(tensors, path, {"sha256": checksum(tensors, entries), **entries})
 
 
 @pytest.mark.parametrize(
@@ -534,7 +537,8 @@ def rewritten(path, **metadata):
     [
         ({"format": None}, r"format=None: expected 'bsam\.posterior'"),
         ({"format": "pt"}, "format='pt'"),
-        ({"version": "2"}, "version='2': this bsam reads version '1'"),
+        ({"version": "3"}, "version='3': this bsam reads version '2'"),
+        ({"sha256": "0" * 64}, "is damaged: its contents do not have the checksum"),
         ({"kind": "swag"}, "kind='swag': expected 'diagonal_gaussian' or 'low_rank_gaussian' or 'point'"),
         ({"settings": None}, "settings"),
         ({"settings": "{"}, "do not make sense"),

@@ -6,6 +6,7 @@ hold dictionaries, lists, tuples, tensors, numbers, strings, booleans and None.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,77 @@ from torch import Tensor
 
 from bsam.files import read_file, write_file
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["Checkpoints", "load_checkpoint", "save_checkpoint"]
 
 _FORMAT, _KIND = "bsam.checkpoint", "run"
 
 
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write `state`; until it is whole and on the disk, the checkpoint that is there stays."""
+class Checkpoints:
+    """The last checkpoint of a run, and the one before it.
+
+    Args:
+        path: The file of the last one, like `checkpoint.safetensors`. The one before it is beside it, in
+            `checkpoint.previous.safetensors`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.previous = path.with_name(f"{path.stem}.previous{path.suffix}")
+        self._last_is_whole = True
+        self._seen = self._identity()
+
+    def load(self) -> tuple[dict[str, Any], Path] | None:
+        """Read the last checkpoint that is whole: the state, and the file it is from. None if there is no file.
+
+        A warning says so if that is the one before the last.
+        """
+        self._seen = self._identity()
+        if not self.path.exists() and not self.previous.exists():
+            return None
+        try:
+            return load_checkpoint(self.path), self.path
+        except (FileNotFoundError, ValueError) as damage:
+            if not self.previous.exists():
+                raise ValueError(f"{damage} There is no checkpoint before it: delete it to begin again.") from damage
+            state = load_checkpoint(self.previous)
+            self._last_is_whole = False
+            warnings.warn(f"{damage} The run goes on from the checkpoint before it, {self.previous}.", stacklevel=3)
+            return state, self.previous
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Write a checkpoint, and keep the last one, unless it is damaged, as the one before it."""
+        save_checkpoint(self.path, state, previous=self.previous if self._last_is_whole else None)
+        self._last_is_whole, self._seen = True, self._identity()
+
+    @property
+    def changed(self) -> bool:
+        """Whether another process has written a checkpoint since this one was read or written here."""
+        return self._seen != self._identity()
+
+    def remove(self) -> None:
+        """Remove both; a kill in the middle leaves the last one."""
+        self.previous.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+    def _identity(self) -> tuple[int, int, int] | None:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def save_checkpoint(path: Path, state: dict[str, Any], *, previous: Path | None = None) -> None:
+    """Write `state`; until it is whole and on the disk, the checkpoint that is there stays.
+
+    Args:
+        path: The file.
+        state: What to write.
+        previous: Where to keep the checkpoint that is at `path` now.
+    """
     tensors: dict[str, Tensor] = {}
     skeleton = _strip(state, "", tensors)
-    write_file(path, tensors, format=_FORMAT, kind=_KIND, settings={"state": skeleton})
+    write_file(path, tensors, format=_FORMAT, kind=_KIND, settings={"state": skeleton}, previous=previous)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

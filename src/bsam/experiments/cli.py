@@ -17,7 +17,10 @@ def main() -> None:
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith("bsam"):
             raise
-        sys.exit(f"The command bsam needs {missing.name}, which is not installed: pip install 'bsam[experiments]'")
+        sys.exit(
+            f"The command bsam needs {missing.name}, which is not installed. In the folder of bsam's source, write: "
+            "pip install '.[experiments]'"
+        )
     if "--debug" not in sys.argv:
         warnings.formatwarning = _warning_sentence
     try:

@@ -33,7 +33,7 @@ from bsam.experiments.methods import METHODS
 from bsam.experiments.paper.presets import preset, preset_names, preset_title
 from bsam.experiments.record import write_json
 from bsam.experiments.report.demo_page import write_demo_page
-from bsam.experiments.runs import Run
+from bsam.experiments.runs import Run, holds_run
 from bsam.experiments.stacks import Stack
 from bsam.experiments.trainer import Trainer
 
@@ -182,7 +182,7 @@ def train(
     changes = [*(change or []), *([f"epochs={epochs}"] if epochs else [])]
     config = override(from_file(Path(name)) if _is_file(name) else preset(name), changes)
     folder = out or Path("runs") / (Path(name).stem if _is_file(name) else name)
-    taken = [s for s in range(first_seed, first_seed + seeds) if (folder / f"seed{s}" / "config.toml").exists()]
+    taken = [s for s in range(first_seed, first_seed + seeds) if holds_run(folder / f"seed{s}")]
     if taken:
         where = folder / f"seed{taken[0]}"
         raise FileExistsError(f"{where} holds a run already: bsam train --resume {where}, or choose another --out.")

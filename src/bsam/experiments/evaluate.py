@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -18,8 +17,9 @@ from bsam.experiments.config import Config, from_mapping
 from bsam.experiments.data import Dataset, load, plain_batches
 from bsam.experiments.methods import predict
 from bsam.experiments.models import make_model
-from bsam.experiments.record import environment, write_json
-from bsam.experiments.runs import choose_device, remembered_data
+from bsam.experiments.record import environment, read_json, write_json
+from bsam.experiments.runs import choose_device, holds_run, remembered_data
+from bsam.files import locked, remove_leftovers, replacing
 
 __all__ = ["evaluate", "evaluation_name"]
 
@@ -37,7 +37,8 @@ def evaluate(
 ) -> dict[str, bsam.metrics.Summary]:
     """Predict one part of the data with so many samples of the posterior; results go into the record.
 
-    Predictions that were made before, with the same posterior and seed, are read and not made again.
+    Predictions that were made before, with the same posterior and seed, are read and not made again. Several processes
+    may evaluate a run at once: each adds its results to the record.
 
     Args:
         folder: The folder of a finished run.
@@ -53,15 +54,15 @@ def evaluate(
         The metrics, by their names in the record, see `evaluation_name`.
     """
     path = folder / "record.json"
-    if not (folder / "config.toml").is_file():
+    if not holds_run(folder):
         raise FileNotFoundError(f"{folder} holds no run: there is no {folder / 'config.toml'}.")
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no finished run. Go on with: bsam train --resume {folder}")
-    record: dict[str, Any] = json.loads(path.read_text())
-    trained = from_mapping(record["config"])
+    trained = from_mapping(read_json(path)["config"])
     config = trained if temperature is None else replace(trained, temperature=temperature)
-    evaluations = record["evaluations"].setdefault(part, {})
-    seed = record["seed"] if seed is None else seed
+    seed = read_json(path)["seed"] if seed is None else seed
+    remove_leftovers(folder)
+    lock = folder / ".record.json.lock"
     origin = {"seed": seed, "posterior_sha256": _sha256(folder / "posterior.safetensors")}
 
     @cache
@@ -75,19 +76,30 @@ def evaluate(
     for count in samples if samples is not None else [config.num_samples]:
         name = evaluation_name(count, temperature, trained)
         file = folder / f"predictions-{part}-{name}.safetensors"
-        if again or not _belongs(file, origin, evaluations.get(name, {})):
+        with locked(lock):
+            known = read_json(path)["evaluations"].get(part, {}).get(name, {})
+            made = again or not _belongs(file, origin, known)
+            predictions = None if made else bsam.Predictions.load(file)
+        if predictions is None:
             dataset, model, posterior = loaded()
             batches = plain_batches(dataset, part, batch_size=500)  # of one size, for a compiled pass
-            predict(config, model, posterior, batches, num_samples=count, seed=seed).save(file)
-            evaluations[name] = {"environment": environment(dataset.device)}
-        predictions = bsam.Predictions.load(file)
-        _draw(predictions, folder / f"reliability-{part}-{name}.png")
+            predictions = predict(config, model, posterior, batches, num_samples=count, seed=seed)
         results[name] = summary = bsam.metrics.summary(predictions)
         assert predictions.labels is not None
         bins = bsam.metrics.reliability(predictions.log_probs, predictions.labels).as_rows()
-        kept = {"environment": evaluations[name]["environment"]} if "environment" in evaluations[name] else {}
-        evaluations[name] = {**summary.as_dict(), "reliability": bins, **origin, "sha256": _sha256(file), **kept}
-        write_json(path, record)
+        with locked(lock):  # what others have written to the record in the meantime stays
+            if made:
+                predictions.save(file)
+            _draw(predictions, folder / f"reliability-{part}-{name}.png")
+            record = read_json(path)
+            where = (
+                {"environment": environment(dataset.device)}
+                if made
+                else {k: known[k] for k in ("environment",) if k in known}
+            )
+            evaluation = {**summary.as_dict(), "reliability": bins, **origin, "sha256": _sha256(file), **where}
+            record["evaluations"].setdefault(part, {})[name] = evaluation
+            write_json(path, record)
     return results
 
 
@@ -106,7 +118,8 @@ def _belongs(file: Path, origin: dict[str, Any], evaluation: dict[str, Any]) -> 
 def _draw(predictions: bsam.Predictions, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(4.5, 5), layout="constrained")
     bsam.metrics.reliability_diagram(predictions, ax=axes)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120)
     plt.close(figure)
 
 

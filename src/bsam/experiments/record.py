@@ -1,7 +1,12 @@
-"""Records: one JSON file that says what was run, on what, for how long, and what came out."""
+"""Records: one JSON file that says what was run, on what, for how long, and what came out.
+
+A record carries a checksum of all else that it says. Records from before there were checksums are read without a
+warning: they are many, and most of them are under version control, which notices damage by itself.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -16,7 +21,9 @@ import torch
 import bsam
 from bsam.files import write_text
 
-__all__ = ["environment", "to_json", "write_json"]
+__all__ = ["environment", "read_json", "to_json", "write_json"]
+
+_FORMAT = "bsam.record"
 
 _PACKAGES = ("torch", "triton", "numpy", "scikit-learn", "ivon-opt")
 
@@ -49,8 +56,36 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Write a record; a file that is there is replaced in one go, or stays."""
-    write_text(path, to_json(record, indent=1) + "\n")
+    """Write a record with its checksum; a file that is there is replaced in one go, or stays."""
+    content = {name: value for name, value in record.items() if name not in ("format", "sha256")}
+    content = json.loads(to_json({"format": _FORMAT, **content}))  # as it will be read: tuples are lists
+    write_text(path, to_json({**content, "sha256": _checksum(content)}, indent=1) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read what `write_json` wrote. A record that does not have the checksum that it was written with is refused."""
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a record: {error}. Write it again, or take it away.") from error
+    if not isinstance(record, dict):
+        raise ValueError(
+            f"{path} is not a record: it holds a {type(record).__name__}. Write it again, or take it away."
+        )
+    written = record.pop("sha256", None)
+    # The format says that there must be a checksum: without it a damaged name of the checksum would go unnoticed.
+    if (written is not None or "format" in record) and written != _checksum(record):
+        raise ValueError(
+            f"{path} is damaged: its contents do not have the checksum that they were written with. Take a copy of it "
+            "that is whole, or write it again."
+        )
+    record.pop("format", None)
+    return record
+
+
+def _checksum(record: dict[str, Any]) -> str:
+    """The SHA-256 of a record, whatever the order of its entries and the white space of its file."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _finite(value: Any) -> Any:

@@ -5,7 +5,6 @@ They say more than that file: at which `scale` the preset was run, and for a swe
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any, Literal, get_args
 from bsam.experiments.config import Config, from_mapping, override
 from bsam.experiments.paper.beyond import beyond, own_precision
 from bsam.experiments.paper.presets import preset, preset_names
+from bsam.experiments.record import read_json
 
 __all__ = ["SCALES", "Recorded", "Scale", "read_record", "recorded", "same_run"]
 
@@ -55,7 +55,7 @@ def same_run(name: str) -> tuple[str, ...]:
 def read_record(path: Path) -> Recorded:
     """Read a record, or say what is wrong with it."""
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         config, name = from_mapping(content["config"]), content["preset"]
         scale = content.get("scale", "full")
         if scale not in SCALES:

@@ -1,10 +1,11 @@
 """A run in a folder: it survives Ctrl-C, a kill, a full disk, and goes on exactly where it was.
 
-config.toml               the settings, with preset and seed
-log.jsonl                 one line an epoch
-checkpoint.safetensors    everything to go on with
-posterior.safetensors     what was learned, once the run is done
-record.json               settings, code, packages, device, seconds, and metrics once evaluated
+config.toml                        the settings, with preset and seed
+log.jsonl                          one line an epoch
+checkpoint.safetensors             everything to go on with
+checkpoint.previous.safetensors    the checkpoint before that one, in case it is damaged
+posterior.safetensors              what was learned, once the run is done
+record.json                        settings, code, packages, device, seconds, and metrics once evaluated
 """
 
 from __future__ import annotations
@@ -22,15 +23,27 @@ from typing import Any
 
 import torch
 
-from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
+from bsam.experiments.checkpoint import Checkpoints
 from bsam.experiments.config import Config, from_mapping, to_toml, toml_value
-from bsam.experiments.data import Dataset, load
+from bsam.experiments.data import Dataset, epoch_length, load
 from bsam.experiments.record import environment, to_json, write_json
 from bsam.experiments.sharing import neighbours
 from bsam.experiments.trainer import Trainer, train_together
-from bsam.files import remove_leftovers, write_text
+from bsam.files import locked, remove_leftovers, write_text
 
-__all__ = ["Run", "RunInterruptedError", "choose_device", "remembered_data", "train_runs"]
+__all__ = [
+    "Run",
+    "RunBusyError",
+    "RunInterruptedError",
+    "choose_device",
+    "holds_run",
+    "remembered_data",
+    "train_runs",
+]
+
+
+class RunBusyError(RuntimeError):
+    """Another process is training the run, here or on another machine."""
 
 
 class RunInterruptedError(Exception):
@@ -53,6 +66,12 @@ def choose_device(name: str | None = None) -> torch.device:
             raise ValueError(f"--device {name}: there is no such device here, or this torch was built without it.")
         return device
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run was started in `folder`. Empty settings do not count: a kill of an earlier bsam left them."""
+    path = folder / "config.toml"
+    return path.is_file() and path.stat().st_size > 0
 
 
 class Run:
@@ -94,6 +113,7 @@ class Run:
         if dataset is None:
             dataset = load(config.dataset, data, device=self.device, validation=config.validation)
         self.trainer = Trainer(config, dataset, seed=seed)
+        self.checkpoints = Checkpoints(folder / "checkpoint.safetensors")
 
     @classmethod
     def start(
@@ -109,10 +129,9 @@ class Run:
         dataset: Dataset | None = None,
     ) -> Run:
         """A new run; refuses a folder that holds one."""
-        if (folder / "config.toml").exists():
-            raise FileExistsError(
-                f"{folder} holds a run already: go on with `bsam train --resume {folder}`, or choose another --out."
-            )
+        taken = f"{folder} holds a run already: go on with `bsam train --resume {folder}`, or choose another --out."
+        if holds_run(folder):
+            raise FileExistsError(taken)
         run = cls(folder, config, seed, preset=preset, device=device, data=data, compiled=compiled, dataset=dataset)
         folder.mkdir(parents=True, exist_ok=True)
         origin = {
@@ -124,12 +143,12 @@ class Run:
         }
         head = "".join(f"{name} = {toml_value(value)}\n" for name, value in origin.items() if value is not None)
         path = folder / "config.toml"
-        open(path, "x").close()  # fails if another process was faster
-        try:
-            write_text(path, f"{head}\n[config]\n{to_toml(config)}")
-        except BaseException:
+        if path.is_file() and not holds_run(folder):
             path.unlink()
-            raise
+        try:
+            write_text(path, f"{head}\n[config]\n{to_toml(config)}", new=True)
+        except FileExistsError as error:  # another process was faster
+            raise FileExistsError(taken) from error
         return run
 
     @classmethod
@@ -140,6 +159,8 @@ class Run:
         path = folder / "config.toml"
         if not path.is_file():
             raise FileNotFoundError(f"{folder} holds no run: there is no {path}.")
+        if not holds_run(folder):
+            raise ValueError(f"{path} does not hold a run: it is empty. Start the run again, with the same --out.")
         with _naming(path):
             content = tomllib.loads(path.read_text(encoding="utf-8"))
             config, seed, preset = from_mapping(content["config"]), content["seed"], content["preset"]
@@ -155,8 +176,8 @@ class Run:
             compiled=content.get("compiled"),
             dataset=dataset,
         )
-        if run.checkpoint.exists():
-            run.load_state(load_checkpoint(run.checkpoint), run.checkpoint)
+        if found := run.checkpoints.load():
+            run.load_state(*found)
         return run
 
     def load_state(self, state: dict[str, Any], path: Path) -> None:
@@ -167,12 +188,15 @@ class Run:
             where = self.folder / "config.toml"
             raise ValueError(f"{path} belongs to other settings than {where}: one of them was changed.")
         with _naming(path):
+            _check_progress(state, self.trainer)
+            options = _options(self.trainer)
             self.trainer.load_state(state)
+            _check_options(_options(self.trainer), options)
 
     @property
     def checkpoint(self) -> Path:
         """The file to go on from."""
-        return self.folder / "checkpoint.safetensors"
+        return self.checkpoints.path
 
     @property
     def finished(self) -> bool:
@@ -195,15 +219,21 @@ class Run:
 
         Raises:
             RunInterruptedError: SIGINT or SIGTERM arrived; the run is saved.
+            RunBusyError: Another process is training the run, or has gone on with it since it was read.
             OSError: A file could not be written, say because the disk is full; the last checkpoint is kept.
         """
         train_runs(
-            [self], self.folder, self.save, every_minutes=every_minutes, every_epochs=every_epochs, on_step=on_step
+            [self],
+            self.checkpoints,
+            self.save,
+            every_minutes=every_minutes,
+            every_epochs=every_epochs,
+            on_step=on_step,
         )
 
     def save(self) -> None:
-        """Write a checkpoint."""
-        save_checkpoint(self.checkpoint, self.trainer.state())
+        """Write a checkpoint; the last one becomes the one before it."""
+        self.checkpoints.save(self.trainer.state())
 
     def _write_log(self) -> None:
         lines = [to_json(entry) + "\n" for entry in self.trainer.log]
@@ -230,7 +260,7 @@ class Run:
 
 def train_runs(
     runs: list[Run],
-    folder: Path,
+    checkpoints: Checkpoints,
     save: Callable[[], None],
     *,
     every_minutes: float,
@@ -241,14 +271,16 @@ def train_runs(
 
     Args:
         runs: The runs.
-        folder: What to resume.
-        save: Writes the checkpoint of all of them.
+        checkpoints: Of all of them. The folder they are in is what to resume.
+        save: Writes one.
         every_minutes: See `Run.train`.
         every_epochs: See `Run.train`.
         on_step: See `Run.train`.
     """
-    trainer = runs[0].trainer
+    trainer, folder = runs[0].trainer, checkpoints.path.parent
     with _held(runs, folder), neighbours(runs[0].device) as on_device, _signals_kept() as arrived:
+        if checkpoints.changed:
+            raise RunBusyError(f"another process has gone on with the run in {folder} since it was read.")
         for run in runs:
             run._write_log()  # drops lines of epochs after the checkpoint, which will be trained again
         saved = time.monotonic()
@@ -274,13 +306,52 @@ def train_runs(
             run._write_record(together=len(runs), processes=on_device.most)
 
 
+def _check_progress(state: dict[str, Any], trainer: Trainer) -> None:
+    """Raise if no run of these settings can be where `state` says that it was taken."""
+    config = trainer.config
+    length = epoch_length(trainer.dataset, config.batch_size, augment=config.augment, drop_last=config.drop_last)
+    epoch, batch = state["epoch"], state["batch"]
+    last = length if epoch != config.total_epochs else 0
+    for name, value, most in (("epoch", epoch, config.total_epochs), ("batch", batch, last)):
+        if type(value) is not int or not 0 <= value <= most:
+            raise ValueError(f"{name}={value!r} must be a whole number from 0 to {most}")
+    if len(state["log"]) != epoch:
+        raise ValueError(f"the log has {len(state['log'])} epochs, and {epoch} are done")
+
+
+def _options(trainer: Trainer) -> list[dict[str, Any]]:
+    """What the optimizer computes: its options but those that the schedule sets, and those that say how to compute it.
+
+    Tensors are state: IVON has its state there.
+    """
+    aside = {"params", "lr", "foreach", "fused", "capturable"} | ({"momentum"} if trainer.config.swag_epochs else set())
+    return [
+        {name: value for name, value in group.items() if name not in aside and not isinstance(value, torch.Tensor)}
+        for group in trainer.optimizer.param_groups
+    ]
+
+
+def _check_options(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Raise if options that were loaded are not those that the settings give."""
+    if len(found) != len(expected):
+        raise ValueError(f"the optimizer has {len(found)} groups of parameters, and must have {len(expected)}")
+    for group, right in zip(found, expected, strict=True):
+        for name in sorted(group.keys() | right.keys()):
+            if name not in group or name not in right or group[name] != right[name]:
+                seen, wanted = (f"{name}={of[name]!r}" if name in of else f"no {name}" for of in (group, right))
+                raise ValueError(f"the optimizer has {seen}, and the run's settings give {wanted}")
+
+
 @contextlib.contextmanager
 def _held(runs: list[Run], folder: Path) -> Iterator[None]:
     """Keep other processes from the runs; an error of the disk says how to go on with `folder`."""
     with contextlib.ExitStack() as locks:
-        for run in runs:
-            locks.enter_context(_locked(run.folder / "config.toml"))
         try:
+            for run in runs:
+                try:
+                    locks.enter_context(locked(run.folder / ".training.lock", wait=False))
+                except BlockingIOError:
+                    raise RunBusyError(f"another process is training the run in {run.folder}.") from None
             for each in {folder, *(run.folder for run in runs)}:
                 remove_leftovers(each)
             yield
@@ -305,22 +376,6 @@ def _naming(path: Path) -> Iterator[None]:
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} does not hold a run of this version: {type(error).__name__}: {reason}") from error
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let one process at a time train the run."""
-    try:
-        import fcntl
-    except ModuleNotFoundError:  # no such locks on this system
-        yield
-        return
-    with open(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RuntimeError(f"another process is training the run in {path.parent}.") from None
-        yield
 
 
 @contextlib.contextmanager

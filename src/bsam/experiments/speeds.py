@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from bsam.experiments.record import read_json
 
 __all__ = ["markdown"]
 
@@ -17,8 +18,7 @@ class Measured:
 
     def __init__(self, results: Path) -> None:
         def read(name: str) -> dict[str, Any]:
-            record: dict[str, Any] = json.loads((results / name).read_text())
-            return record
+            return read_json(results / name)
 
         self._engine = read("engine.json")["measurements"]
         cpu = read("cpu.json")

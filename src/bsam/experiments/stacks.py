@@ -2,7 +2,7 @@
 
 seed0, seed1, ...      a folder for each seed, as of a run trained alone
 stack.toml             which seeds
-stack.safetensors      everything to go on with, until all are done
+stack.safetensors      everything to go on with, until all are done; stack.previous.safetensors is the one before it
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
+from bsam.experiments.checkpoint import Checkpoints
 from bsam.experiments.config import Config
 from bsam.experiments.data import load
-from bsam.experiments.runs import Run, choose_device, train_runs
+from bsam.experiments.runs import Run, choose_device, holds_run, train_runs
 from bsam.experiments.trainer import Trainer
 from bsam.files import write_text
 
@@ -26,6 +26,7 @@ class Stack:
 
     def __init__(self, folder: Path, runs: list[Run]) -> None:
         self.folder, self.runs = folder, runs
+        self.checkpoints = Checkpoints(folder / "stack.safetensors")
 
     @classmethod
     def start(
@@ -42,8 +43,8 @@ class Stack:
         _check_seeds(seeds)
         path = folder / "stack.toml"
         for seed in seeds:
-            if (folder / f"seed{seed}" / "config.toml").exists():
-                where = folder / f"seed{seed}"
+            where = folder / f"seed{seed}"
+            if holds_run(where):
                 raise FileExistsError(f"{where} holds a run already: go on with it, or choose another --out.")
         if path.exists() and not all((folder / f"seed{seed}" / "record.json").exists() for seed in _read_seeds(path)):
             raise FileExistsError(
@@ -81,19 +82,19 @@ class Stack:
                     f"{run.folder / 'config.toml'} has other settings than {first.folder / 'config.toml'}, or another "
                     f"seed than {path} says: one of them was changed."
                 )
-        if stack.checkpoint.exists():
-            state = load_checkpoint(stack.checkpoint)
+        if found := stack.checkpoints.load():
+            state, source = found
             states = state.get("runs")
             if state.get("seeds") != seeds or not isinstance(states, list) or len(states) != len(seeds):
-                raise ValueError(f"{stack.checkpoint} belongs to other runs than {path}: one of them was changed.")
+                raise ValueError(f"{source} belongs to other runs than {path}: one of them was changed.")
             for run, each in zip(stack.runs, states, strict=True):
-                run.load_state(each, stack.checkpoint)
+                run.load_state(each, source)
         return stack
 
     @property
     def checkpoint(self) -> Path:
         """The file to go on from."""
-        return self.folder / "stack.safetensors"
+        return self.checkpoints.path
 
     @property
     def finished(self) -> bool:
@@ -103,7 +104,7 @@ class Stack:
     def save(self) -> None:
         """Write one checkpoint of all runs: they stay together whenever the process is killed."""
         runs = [run.trainer.state() for run in self.runs]
-        save_checkpoint(self.checkpoint, {"seeds": [run.seed for run in self.runs], "runs": runs})
+        self.checkpoints.save({"seeds": [run.seed for run in self.runs], "runs": runs})
 
     def train(
         self,
@@ -114,11 +115,16 @@ class Stack:
     ) -> None:
         """Train to the end, see `Run.train`; each run is then one like those trained alone."""
         train_runs(
-            self.runs, self.folder, self.save, every_minutes=every_minutes, every_epochs=every_epochs, on_step=on_step
+            self.runs,
+            self.checkpoints,
+            self.save,
+            every_minutes=every_minutes,
+            every_epochs=every_epochs,
+            on_step=on_step,
         )
         for run in self.runs:
             run.save()
-        self.checkpoint.unlink()
+        self.checkpoints.remove()
 
 
 def _read_seeds(path: Path) -> list[int]:

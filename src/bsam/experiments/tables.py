@@ -7,12 +7,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from bsam.experiments import demo, speeds
 from bsam.experiments.comparison import TABLES, compare
+from bsam.experiments.record import read_json
 from bsam.experiments.reproduce.show import (
     block_markdown,
     comparison_markdown,
@@ -55,7 +55,7 @@ def render(name: str, results: Path) -> str:
     if name in _OF_ALL_TABLES:
         return _OF_ALL_TABLES[name]([compare(each, results / "runs") for each in TABLES])
     if name == "demo":
-        return demo.markdown(json.loads((results / "demo.json").read_text()))
+        return demo.markdown(read_json(results / "demo.json"))
     if name == "speeds":
         return speeds.markdown(results)
     if name in (*_STUDIES, *_TUNINGS):
@@ -63,7 +63,7 @@ def render(name: str, results: Path) -> str:
         if not path.exists():
             return f"Not recorded yet: `bsam {name.replace('tuning', 'tune').replace('_', ' ')}`."
         markdown = tuning_markdown if name in _TUNINGS else study_markdown
-        return markdown(json.loads(path.read_text()))
+        return markdown(read_json(path))
     known = ", ".join(["demo", "speeds", *TABLES, *_OF_ALL_TABLES, *_STUDIES, *_TUNINGS])
     raise ValueError(f"there is no table {name!r} to fill in: between its marks a page may have {known}.")
 

@@ -81,7 +81,9 @@ def _class_labels(labels: Any, n: int) -> Tensor:
     if flat.shape != (n,):
         raise ValueError(
             f"labels of shape {tuple(given.shape)} came with outputs for {n} examples: one class number an example, "
-            f"({n},), is needed. Write one_hot.argmax(dim=1) for one-hot labels."
+            f"({n},), is needed. Write one_hot.argmax(dim=1) if each row has a single 1. If rows may have several "
+            '(multi-label), take one question at a time with likelihood="bernoulli", '
+            "forward=lambda model, inputs: model(inputs)[:, 0] and labels[:, 0]."
         )
     whole = flat.long()
     if not torch.equal(whole.to(flat.dtype), flat):

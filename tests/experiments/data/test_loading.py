@@ -15,6 +15,7 @@ REAL = os.environ.get("BSAM_DATA")
 @pytest.mark.parametrize("info", DATASETS.values(), ids=DATASETS)
 def test_the_table_is_complete(info):
     assert set(info.urls) <= set(info.md5)
+    assert all(url.startswith("https://") for url in info.urls.values())
     assert {*info.train_files, *info.test_files} <= set(info.md5)
     assert all(re.fullmatch(r"[0-9a-f]{32}", md5) for md5 in info.md5.values())
     assert len(set(info.md5.values())) == len(info.md5)

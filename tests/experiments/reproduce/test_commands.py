@@ -12,6 +12,7 @@ from bsam.experiments.comparison import compare
 from bsam.experiments.reproduce import scales, studies
 from bsam.experiments.reproduce.scales import scaled
 from bsam.experiments.runs import Run
+from bsam.files import locked
 
 
 def invoke(*arguments):
@@ -87,6 +88,30 @@ def test_a_failure_is_shown_and_is_the_exit_status(places, tmp_path):
     shown = re.sub(r"\s+", " ", done.output)
     assert "table6/mnist/sgd seed 0: runs/tiny/table6/mnist/sgd/seed0 holds a run with other settings" in shown
     assert "not run" in shown
+
+
+def test_a_run_that_another_process_is_at_is_left_to_it(places, tmp_path):
+    """The lock is held as a worker of another machine holds it; the other run of the block is done."""
+    block = ["reproduce", "table3", "--block", "mnist", *places]
+    busy = tmp_path / "runs/tiny/table6/mnist/bsam/.seed0.lock"
+    busy.parent.mkdir(parents=True)
+    with locked(busy):
+        done = invoke(*block)
+    assert done.exit_code == 0, done.output
+    shown = re.sub(r"\s+", " ", done.output)
+    assert "Left to other processes, which are at them: table6/mnist/bsam seed 0. When they are done, the" in shown
+    records = sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "records").rglob("*.json"))
+    assert records == ["records/table3/mnist/bsam-no-noise/seed0.json"]
+    assert "1 runs to do, 1 recorded" in re.sub(r"\s+", " ", invoke(*block, "--dry-run").output)
+
+
+def test_a_folder_that_a_kill_left_with_empty_settings_is_used(places, tmp_path):
+    folder = tmp_path / "runs/tiny/table6/mnist/sgd/seed0"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").touch()
+    done = invoke("reproduce", "table6", "--block", "mnist", "--methods", "sgd", *places)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "records/table6/mnist/sgd/seed0.json").exists()
 
 
 @pytest.mark.parametrize(

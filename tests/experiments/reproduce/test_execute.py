@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-import json
 import multiprocessing
 import os
 import signal
 
 import pytest
 
-from bsam.experiments.record import write_json
+from bsam.experiments.record import read_json, write_json
 from bsam.experiments.recorded import read_record
 from bsam.experiments.reproduce.execute import execute
 from bsam.experiments.reproduce.plan import Task
@@ -38,8 +37,8 @@ def test_a_task_leaves_a_record(tmp_path):
     assert set(record.test) == {"0", "4"}
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    run_record = json.loads((task.folder / "record.json").read_text())
-    assert {**run_record, "scale": "tiny", "changes": ["rho=0.5"]} == json.loads(task.record.read_text())
+    run_record = read_json(task.folder / "record.json")
+    assert {**run_record, "scale": "tiny", "changes": ["rho=0.5"]} == read_json(task.record)
 
 
 def test_what_is_trained_is_only_evaluated(tmp_path):
@@ -60,11 +59,11 @@ def test_evaluations_that_only_the_record_knows_stay(tmp_path):
     execute(task, nothing, device="cpu")
     first = read_record(record).test["4"]
     of_run = task.folder / "record.json"
-    write_json(of_run, json.loads(of_run.read_text()) | {"evaluations": {}})  # as of a copy that was made before
+    write_json(of_run, read_json(of_run) | {"evaluations": {}})  # as of a copy that was made before
     execute(make_task(tmp_path, samples=(8,)), nothing, device="cpu")
     assert read_record(record).test.keys() == {"4", "8"}
     assert read_record(record).test["4"] == first
-    write_json(record, json.loads(record.read_text()) | {"seconds": -1})  # of another training
+    write_json(record, read_json(record) | {"seconds": -1})  # of another training
     execute(make_task(tmp_path, samples=(8,)), nothing, device="cpu")
     assert read_record(record).test.keys() == {"8"}
 

@@ -80,7 +80,8 @@ _MNIST = _mnist(
 _FASHION = _mnist(
     "fashionmnist",
     "FashionMNIST/raw",
-    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+    # The authors' repository: the address that their page names is served without encryption only.
+    "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
     {
         "train-images-idx3-ubyte": ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
         "train-labels-idx1-ubyte": ("25c81989df183df01b3e8a0aad5dffbe", "9018921c3c673c538a1fc5bad174d6f9"),
@@ -144,7 +145,7 @@ _ALL = (
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
         folder="tiny-imagenet-200",
-        urls={"tiny-imagenet-200.zip": "http://cs231n.stanford.edu/tiny-imagenet-200.zip"},
+        urls={"tiny-imagenet-200.zip": "https://cs231n.stanford.edu/tiny-imagenet-200.zip"},
         md5={"tiny-imagenet-200.zip": "90528d7ca1a48142e341f4ef8d21d0de"},
     ),
     replace(_MNIST, name="mnist-standardised", mean=(0.1307,), std=(0.3081,)),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
+
+from bsam.files import write_text
 
 __all__ = ["write_page"]
 
@@ -17,8 +22,15 @@ _TEMPLATES = jinja2.Environment(
 )
 
 
-def write_page(path: Path, template: str, **values: Any) -> Path:
-    """Fill in a template of this folder and write the page, with its folder if need be."""
+def write_page(path: Path, template: str, *, script: str | None = None, **values: Any) -> Path:
+    """Fill in a template of this folder and write the page, with its folder if need be.
+
+    A page that is there is replaced in one go, or stays; a link is replaced, and what it leads to is not touched. All
+    values are escaped, and a browser runs no script but the one in the file `script` of this folder.
+    """
+    text = (Path(__file__).parent / script).read_text(encoding="utf-8") if script else ""
+    sha256 = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    values |= {"script": Markup(text), "allowed_script": f"'sha256-{sha256}'" if script else "'none'"}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_TEMPLATES.get_template(template).render(values), encoding="utf-8")
+    write_text(path, _TEMPLATES.get_template(template).render(values))
     return path

@@ -8,7 +8,6 @@ makes it.
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from bsam.experiments.comparison import TABLES, TESTED_SEEDS, Block, Cell, Compa
 from bsam.experiments.config import from_mapping
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import PAPER_SEEDS
+from bsam.experiments.record import read_json
 from bsam.experiments.recorded import recorded
 from bsam.experiments.report.diagrams import draw_curves, draw_reliability
 from bsam.experiments.report.page import write_page
@@ -94,11 +94,12 @@ def write_paper_page(path: Path, records: Path, figures: Path) -> Path:
     """
     if not records.is_dir():
         raise FileNotFoundError(f"{records} is no folder of records: name one with --records, or run `bsam reproduce`.")
-    environments = [_read(file)["environment"] for file in sorted(records.rglob("seed*.json"))]
+    environments = [read_json(file)["environment"] for file in sorted(records.rglob("seed*.json"))]
     comparisons = [compare(name, records) for name in TABLES]
     return write_page(
         path,
         "paper.html.j2",
+        script="sort.js",
         heads=list(TITLES.values()),
         marks=_MARKS,
         records=records.as_posix(),
@@ -116,15 +117,7 @@ def write_paper_page(path: Path, records: Path, figures: Path) -> Path:
 
 def _beside(records: Path, name: str) -> dict[str, Any] | None:
     """Another record: beside the folder of the runs as in `results/`, or in it, where a study's --records puts it."""
-    return next((_read(path) for path in (records / name, records.parent / name) if path.is_file()), None)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        record: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not a record: {error}. Write it again, or take it away.") from error
-    return record
+    return next((read_json(path) for path in (records / name, records.parent / name) if path.is_file()), None)
 
 
 # ------------------------------------------------------------------ tables

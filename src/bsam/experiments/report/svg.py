@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import re
 from collections.abc import Callable
@@ -37,6 +38,6 @@ def draw_svg(draw: Callable[[Axes], Any], *, size: tuple[float, float], label: s
     # A height in points would keep it from shrinking with the page; ids must differ between the figures of one page.
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 width="100%"', svg, count=1)
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
     prefix = re.sub(r"\W+", "-", label.lower())
-    return re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg)
+    svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from bsam.experiments.reproduce.execute import execute_together
 from bsam.experiments.reproduce.plan import Plan, Task
 from bsam.experiments.reproduce.show import scale_note
 from bsam.experiments.reproduce.timing import estimate
-from bsam.experiments.reproduce.workers import run_all
+from bsam.experiments.reproduce.workers import run_all, share_cores
 from bsam.experiments.runs import choose_device
 
 __all__ = ["carry_out"]
@@ -43,11 +42,13 @@ def carry_out(
 ) -> bool:
     """Show the plan and run what is left of it; return whether something failed.
 
+    A run that another process is at, here or on another machine, is left to that process, which is no failure.
+
     Args:
         plan: What to run.
         scale: The scale of its runs.
         records: Where records are, to estimate how long it takes.
-        jobs: Worker processes; if None one, or as many as there are cores on the tiny scale.
+        jobs: Worker processes; if None one, or as many as the cores serve on the tiny scale, see `share_cores`.
         dry_run: Stop after the plan.
         data: Folder of the data sets.
         device: Where to train.
@@ -58,9 +59,7 @@ def carry_out(
     for task in plan.tasks:
         check_installed(task.config)
     console = Console(stderr=True)
-    cores = os.cpu_count() or 1
-    jobs = jobs or (cores if scale == "tiny" else 1)
-    threads = 1 if scale == "tiny" else max(1, cores // jobs)  # the tiny networks gain nothing from more
+    jobs, threads = share_cores(jobs, small=scale == "tiny")
     torch.set_num_threads(threads)
     _show_plan(console, plan, scale, records, jobs, choose_device(device))
     if dry_run or not plan.tasks:
@@ -101,18 +100,30 @@ def carry_out(
                 progress.console.print(f"{_title(groups[index])}: {escape(error)}", highlight=False, style="red")
             refresh()
 
+        def leave(index: int, reason: str) -> None:
+            elsewhere.append(_title(groups[index]))
+            if index in bars:
+                progress.remove_task(bars.pop(index))
+
         def refresh() -> None:
             done = f"{sum(len(groups[index]) for index in finished)} of {len(plan.tasks)} runs"
             progress.update(overall, completed=sum(shares.values()), description=done)
 
         finished: list[int] = []
+        elsewhere: list[str] = []
         refresh()
         try:
-            errors = run_all(groups, bound, jobs=jobs, threads=threads, on_progress=show, on_end=end)
+            errors = run_all(groups, bound, jobs=jobs, threads=threads, on_progress=show, on_end=end, on_busy=leave)
         except KeyboardInterrupt:
             progress.stop()
             console.print("stopped; the runs are saved. The same command goes on with them.")
             raise typer.Exit(130) from None
+    if elsewhere:
+        console.print(
+            f"Left to other processes, which are at them: {escape(', '.join(elsewhere))}. When they are done, the "
+            "same command shows the results.",
+            highlight=False,
+        )
     return bool(errors)
 
 

@@ -21,6 +21,7 @@ from bsam.experiments.reproduce.studies import ABLATIONS, Study, collect, refuse
 from bsam.experiments.reproduce.study_figure import draw_study
 from bsam.experiments.reproduce.tuning import TUNINGS, collect_tries, execute_tries, plan_tries, read_tuning
 from bsam.experiments.tables import pages, rewrite
+from bsam.files import write_text
 
 __all__ = ["ablate", "reproduce", "sweep", "tables", "tune"]
 
@@ -31,7 +32,9 @@ ScaleOption = Annotated[
     ),
 ]
 Seeds = Annotated[int | None, typer.Option(min=1, help="Seeds of each run.", show_default="5, or 2 if reduced or tiny")]
-Jobs = Annotated[int | None, typer.Option(min=1, help="Worker processes.", show_default="1, or the cores if tiny")]
+Jobs = Annotated[
+    int | None, typer.Option(min=1, help="Worker processes.", show_default="1, or as many as the cores serve if tiny")
+]
 Runs = Annotated[Path | None, typer.Option(help="Folder of the runs.", show_default="runs, or runs/SCALE")]
 Records = Annotated[
     Path | None, typer.Option(help="Folder of the records.", show_default="results/runs, or report/tiny")
@@ -213,7 +216,7 @@ def tables(
         if new != text:
             stale.append(page)
             if not check:
-                page.write_text(new)
+                write_text(page, new)
     for page in stale:
         print(f"{'stale' if check else 'written'}: {page}")
     if not stale:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from bsam.experiments.evaluate import evaluate, evaluation_name
-from bsam.experiments.record import write_json
+from bsam.experiments.record import read_json, write_json
 from bsam.experiments.reproduce.plan import Task
-from bsam.experiments.runs import Run
+from bsam.experiments.runs import Run, RunBusyError, holds_run
 from bsam.experiments.stacks import Stack
 from bsam.experiments.trainer import Trainer
+from bsam.files import locked
 
 __all__ = ["execute", "execute_together"]
 
@@ -25,9 +26,31 @@ def execute_together(
     data: Path | None = None,
     save_minutes: float = 5.0,
 ) -> None:
-    """Bring tasks to their end that differ in their seeds only; trained together, unless some have begun alone."""
+    """Bring tasks to their end that differ in their seeds only; trained together, unless some have begun alone.
+
+    Raises:
+        RunBusyError: Another process, here or on another machine, is at one of them.
+    """
+    with ExitStack() as locks:
+        for task in tasks:
+            task.folder.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                locks.enter_context(locked(task.folder.with_name(f".{task.folder.name}.lock"), wait=False))
+            except BlockingIOError:
+                raise RunBusyError(f"another process is at the run in {task.folder}.") from None
+        _execute_together(tasks, report, device=device, data=data, save_minutes=save_minutes)
+
+
+def _execute_together(
+    tasks: Sequence[Task],
+    report: Callable[[float], None],
+    *,
+    device: str | None,
+    data: Path | None,
+    save_minutes: float,
+) -> None:
     folder = tasks[0].folder.parent
-    begun = [task for task in tasks if (task.folder / "config.toml").exists()]
+    begun = [task for task in tasks if holds_run(task.folder)]
     if len(tasks) > 1 and (not begun or (folder / "stack.toml").exists()):
         if begun:
             stack = Stack.resume(folder, device=device, data=data)
@@ -62,7 +85,7 @@ def execute(
         save_minutes: Time between two checkpoints.
     """
     run_record = task.folder / "record.json"
-    if (task.folder / "config.toml").exists():
+    if holds_run(task.folder):
         run = Run.resume(task.folder, device=device, data=data)
         if run.config != task.config or run.seed != task.seed:
             raise ValueError(f"{task.folder} holds a run with other settings: move it away, or choose another --runs.")
@@ -74,13 +97,13 @@ def execute(
             report(trainer.progress / task.config.total_epochs)
 
         run.train(every_minutes=save_minutes, on_step=show)
-    done = json.loads(run_record.read_text())["evaluations"].get(task.part, {})
+    done = read_json(run_record)["evaluations"].get(task.part, {})
     for temperature in (None, *task.temperatures):
         missing = [count for count in task.samples if evaluation_name(count, temperature, task.config) not in done]
         if missing:
             evaluate(task.folder, samples=missing, part=task.part, temperature=temperature, device=device, data=data)
     origin = {"scale": task.scale, "changes": list(task.changes)} if task.changes else {"scale": task.scale}
-    _publish({**json.loads(run_record.read_text()), **origin}, task.record)
+    _publish({**read_json(run_record), **origin}, task.record)
 
 
 def _publish(content: dict[str, Any], record: Path) -> None:
@@ -89,7 +112,7 @@ def _publish(content: dict[str, Any], record: Path) -> None:
     def training(of: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in of.items() if key not in ("evaluations", "scale", "changes")}
 
-    before = json.loads(record.read_text()) if record.exists() else {}
+    before = read_json(record) if record.exists() else {}
     if training(before) == training(content):
         known, new = before["evaluations"], content["evaluations"]
         content = content | {"evaluations": {part: known.get(part, {}) | new.get(part, {}) for part in known | new}}

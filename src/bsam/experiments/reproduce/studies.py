@@ -6,7 +6,6 @@ and that of the curvature compares the two readings of Algorithm 1 (see `bsam.BS
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 from bsam.experiments.comparison import values_of
 from bsam.experiments.methods import METHODS
 from bsam.experiments.paper.results import METRICS, PAPER_SAMPLES, paper_tables
-from bsam.experiments.record import environment
+from bsam.experiments.record import environment, read_json
 from bsam.experiments.recorded import SCALES, Scale
 from bsam.experiments.reproduce.plan import Wanted, find_recorded
 
@@ -161,6 +160,6 @@ def refuse_to_replace(path: Path, scale: Scale) -> None:
     """Raise if the file holds the study at a fuller scale."""
     if not path.exists():
         return
-    there = json.loads(path.read_text()).get("scale")
+    there = read_json(path).get("scale")
     if there in SCALES and SCALES.index(there) < SCALES.index(scale):
         raise FileExistsError(f"{path} holds this study at the {there} scale: choose another folder with --records.")

@@ -7,7 +7,6 @@ The test part is never predicted. Runs are in `runs/tune/NAME/EPOCHS-epochs/SETT
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 import statistics
@@ -22,7 +21,7 @@ from bsam.experiments.demo import grid_of
 from bsam.experiments.evaluate import evaluation_name
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import METRICS
-from bsam.experiments.record import write_json
+from bsam.experiments.record import read_json, write_json
 from bsam.experiments.reproduce.execute import execute_together
 from bsam.experiments.reproduce.plan import Plan, Task
 from bsam.experiments.reproduce.scales import shrunk
@@ -140,10 +139,10 @@ def _outcome(task: Task, temperature: float | None) -> dict[str, Any] | None:
     """What the record says about a task that is done, evaluated with this temperature."""
     diverged = task.folder / "diverged.json"
     if diverged.is_file():
-        return {"seed": task.seed, **json.loads(diverged.read_text())}
+        return {"seed": task.seed, **read_json(diverged)}
     if not task.record.is_file():
         return None
-    record = json.loads(task.record.read_text())
+    record = read_json(task.record)
     (count,) = task.samples
     found = record["evaluations"].get(task.part, {}).get(evaluation_name(count, temperature, task.config))
     if found is None or from_mapping(record["config"]) != task.config:

@@ -8,17 +8,19 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
 import torch
 
-from bsam.experiments.runs import RunInterruptedError
+from bsam.experiments.runs import RunBusyError, RunInterruptedError
 
-__all__ = ["run_all"]
+__all__ = ["available_cores", "run_all", "share_cores"]
 
 Item = TypeVar("Item")
 Report = Callable[[float], None]
@@ -29,6 +31,13 @@ _SECONDS_BETWEEN_REPORTS = 0.2
 _SPAWN = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
 
 
+@dataclass(frozen=True)
+class _Busy:
+    """The answer of a worker whose item another process is working on."""
+
+    reason: str
+
+
 def run_all(
     items: Sequence[Item],
     work: Work[Item],
@@ -37,6 +46,7 @@ def run_all(
     threads: int | None = None,
     on_progress: Callable[[int, float], None] = lambda index, share: None,
     on_end: Callable[[int, str | None], None] = lambda index, error: None,
+    on_busy: Callable[[int, str], None] = lambda index, reason: None,
 ) -> dict[int, str]:
     """Do all of the work, `jobs` items at a time, each in a process of its own that serves several items in turn.
 
@@ -47,6 +57,8 @@ def run_all(
         threads: Torch's threads in each of them.
         on_progress: Called with an item's index and the share that is done.
         on_end: Called with an item's index, and with what went wrong or None.
+        on_busy: Called in place of `on_end` with an item that is left to another process, and with what says so. Such
+            an item is tried once more, after all others.
 
     Returns:
         What went wrong, by index.
@@ -56,6 +68,7 @@ def run_all(
     """
     queue = deque(range(len(items)))
     attempts = dict.fromkeys(queue, 0)
+    postponed: set[int] = set()
     errors: dict[int, str] = {}
     busy: dict[Connection, tuple[SpawnProcess, int]] = {}
     idle: list[tuple[Connection, SpawnProcess]] = []
@@ -77,7 +90,7 @@ def run_all(
                 for connection in _ready(busy):
                     process, index = busy[connection]
                     try:
-                        message: float | str | None = connection.recv()
+                        message: float | str | _Busy | None = connection.recv()
                     except (EOFError, OSError):  # the process died
                         del busy[connection]
                         process.join()
@@ -91,7 +104,13 @@ def run_all(
                         continue
                     del busy[connection]
                     idle.append((connection, process))
-                    end(index, message)
+                    if not isinstance(message, _Busy):
+                        end(index, message)
+                    elif index in postponed:
+                        on_busy(index, message.reason)
+                    else:
+                        postponed.add(index)
+                        queue.append(index)
     finally:
         for connection, process in idle:
             connection.close()  # ends its loop
@@ -127,11 +146,13 @@ def _serve(connection: Connection, work: Work[Item], threads: int | None) -> Non
             item = connection.recv()
         except EOFError:
             return
-        error = None
+        error: str | _Busy | None = None
         try:
             work(item, _reporter(connection))
         except (BrokenPipeError, RunInterruptedError):  # the parent is gone, or wants this process to end
             return
+        except RunBusyError as busy:
+            error = _Busy(str(busy))
         except Exception as failure:
             error = " ".join(str(failure).split()) or type(failure).__name__
         try:
@@ -151,6 +172,54 @@ def _reporter(connection: Connection) -> Report:
             last = time.monotonic()
 
     return report
+
+
+# ------------------------------------------------------------------ cores
+
+
+def share_cores(jobs: int | None, *, small: bool) -> tuple[int, int]:
+    """How many workers there are, and how many threads each of them has.
+
+    Args:
+        jobs: The number of workers, if it is given.
+        small: Whether the networks are too small for more than one thread; the workers then are as many as the cores
+            serve, otherwise one.
+
+    OMP_NUM_THREADS, if it is set, is the number of threads.
+    """
+    cores = available_cores()
+    with suppress(KeyError, ValueError):
+        threads = max(1, int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
+        return jobs or (max(1, cores // threads) if small else 1), threads
+    jobs = jobs or (cores if small else 1)
+    return jobs, 1 if small else max(1, cores // jobs)
+
+
+def available_cores(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
+    """How many cores this process may use: those it is bound to, or fewer where its control group has a quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cores, *(int(quota) for quota in _quotas(cgroups, membership))]))
+
+
+def _quotas(cgroups: Path, membership: Path) -> Iterator[float]:
+    """The quotas, in cores, of this process's control group and of those that the group is in; of versions 1 and 2."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        group = Path(path.lstrip("/"))
+        for place in (group, *group.parents):
+            with suppress(OSError, ValueError, ZeroDivisionError):
+                if not controllers:
+                    quota, period = (cgroups / place / "cpu.max").read_text().split()
+                    yield int(quota) / int(period)  # a ValueError if it is "max"
+                elif "cpu" in controllers.split(","):
+                    folder = cgroups / (controllers if (cgroups / controllers).is_dir() else "cpu") / place
+                    quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                    if int(quota) > 0:  # -1: no limit
+                        yield int(quota) / int(period)
 
 
 @contextmanager
