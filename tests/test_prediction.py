@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bsam
 from bsam import metrics
 from bsam.batch_norm import recalibrate_batch_norm
+from bsam.files import write_file
 from bsam.posterior import DiagonalGaussian, PointMass
 from bsam.prediction import GaussianPredictions, Predictions, passes, predict
 from bsam.prediction.passes import _PROGRAMS
@@ -877,6 +878,10 @@ def test_load_refuses(tmp_path):
     with pytest.raises(ValueError, match="not a whole one"):
         Predictions.load(path)
     path.write_bytes(whole.replace(b"num_samples", b"num_sbmples"))
+    with pytest.raises(ValueError, match=f"{path} is damaged"):
+        Predictions.load(path)
+    settings = {"num_sbmples": 3, "seed": 0}  # of a file that is whole
+    write_file(path, {"log_probs": torch.zeros(3, 2)}, format="bsam.predictions", kind="classes", settings=settings)
     with pytest.raises(ValueError, match="num_sbmples") as caught:
         Predictions.load(path)
     assert str(path) in str(caught.value)
