@@ -24,10 +24,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from bsam.experiments.config import from_mapping
 from bsam.experiments.paper.beyond import all_tables, beyond
 from bsam.experiments.paper.margins import margins
 from bsam.experiments.paper.results import METRICS, PAPER_SEEDS, PaperBlock, PaperRow, Published
-from bsam.experiments.recorded import SCALES, Scale, recorded
+from bsam.experiments.record import read_json
+from bsam.experiments.recorded import SCALES, Scale, recorded, same_run
 from bsam.experiments.verdicts import SIGNIFICANCE, Case, Summary, judge, welch
 
 __all__ = [
@@ -101,6 +103,8 @@ class Row:
     """Of training, for one run."""
     ours: bool = False
     """The paper has no such row."""
+    members: int = 1
+    """More than one: the row is an ensemble of so many runs."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ def compare(table: str, records: Path) -> Comparison:
         records: Folder of records; rows without one are marked as not run.
     """
     blocks = [
-        Block(block.name, block.title, _best_marked([_row(table, block, row, records) for row in block.rows]))
+        Block(block.name, block.title, _best_marked(_rows(table, block, records)))
         for block in all_tables()[find_table(table)].blocks
     ]
     return Comparison(table, TABLES[table], _judged(table, blocks))
@@ -153,6 +157,37 @@ def values_of(evaluations: list[dict[str, float | None]], metric: str) -> tuple[
     """A metric of several evaluations as tables show it: accuracy in percent. Left out where it is not defined."""
     found = (evaluation[metric] for evaluation in evaluations)
     return tuple((100 if metric == "accuracy" else 1) * value for value in found if value is not None)
+
+
+def _rows(table: str, block: PaperBlock, records: Path) -> list[Row]:
+    """The rows of a block, and below them the ensembles of those that the table has for itself."""
+    own = [row for row in block.rows if row.preset.startswith(f"{table}/")]
+    ensembles = [found for row in own if (found := _ensemble(row, records))]
+    return [*(_row(table, block, row, records) for row in block.rows), *ensembles]
+
+
+def _ensemble(row: PaperRow, records: Path) -> Row | None:
+    """The runs of a row as an ensemble, if that is recorded at the full scale."""
+    path = records / same_run(row.preset)[0] / "ensemble.json"
+    if not path.is_file():
+        return None
+    record = read_json(path)
+    found = record["evaluations"].get("test", {}).get(str(row.samples))
+    if record["scale"] != "full" or found is None:
+        return None
+    return Row(
+        label=f"{record['members']} × {row.label}",
+        preset=None,
+        samples=row.samples,
+        seeds=1,
+        epochs=from_mapping(record["config"]).total_epochs,
+        scale="full",
+        command="",
+        cells=tuple(Cell(metric, values_of([found], metric), None) for metric in METRICS),
+        seconds=None,
+        ours=True,
+        members=record["members"],
+    )
 
 
 def _row(table: str, block: PaperBlock, row: PaperRow, records: Path) -> Row:

@@ -21,7 +21,7 @@ from bsam.experiments.record import environment, read_json, write_json
 from bsam.experiments.runs import choose_device, holds_run, remembered_data
 from bsam.files import locked, remove_leftovers, replacing
 
-__all__ = ["evaluate", "evaluation_name"]
+__all__ = ["evaluate", "evaluation_name", "evaluation_of"]
 
 
 def evaluate(
@@ -84,9 +84,8 @@ def evaluate(
             dataset, model, posterior = loaded()
             batches = plain_batches(dataset, part, batch_size=500)  # of one size, for a compiled pass
             predictions = predict(config, model, posterior, batches, num_samples=count, seed=seed)
-        results[name] = summary = bsam.metrics.summary(predictions)
-        assert predictions.labels is not None
-        bins = bsam.metrics.reliability(predictions.log_probs, predictions.labels).as_rows()
+        results[name] = bsam.metrics.summary(predictions)
+        found = evaluation_of(predictions, results[name])
         with locked(lock):  # what others have written to the record in the meantime stays
             if made:
                 predictions.save(file)
@@ -97,10 +96,17 @@ def evaluate(
                 if made
                 else {k: known[k] for k in ("environment",) if k in known}
             )
-            evaluation = {**summary.as_dict(), "reliability": bins, **origin, "sha256": _sha256(file), **where}
+            evaluation = {**found, **origin, "sha256": _sha256(file), **where}
             record["evaluations"].setdefault(part, {})[name] = evaluation
             write_json(path, record)
     return results
+
+
+def evaluation_of(predictions: bsam.Predictions, summary: bsam.metrics.Summary | None = None) -> dict[str, Any]:
+    """What a record says about predictions: metrics, intervals and the bins of the reliability diagram."""
+    assert predictions.labels is not None
+    bins = bsam.metrics.reliability(predictions.log_probs, predictions.labels).as_rows()
+    return {**(summary or bsam.metrics.summary(predictions)).as_dict(), "reliability": bins}
 
 
 def evaluation_name(count: int, temperature: float | None, config: Config) -> str:

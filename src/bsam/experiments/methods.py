@@ -12,7 +12,7 @@ import bsam
 from bsam.experiments.config import Config
 from bsam.experiments.ivon import Ivon, check_ivon
 
-__all__ = ["METHODS", "check_installed", "make_optimizer", "predict"]
+__all__ = ["METHODS", "POINTS", "check_installed", "make_optimizer", "predict"]
 
 METHODS = {
     "sgd": "SGD",
@@ -26,6 +26,9 @@ METHODS = {
     "ivon": "IVON",
 }
 """Name of a method in settings, and in tables: those of the paper's tables in their order, then others."""
+
+POINTS = ("sgd", "sam-sgd", "adam", "sam-adam")
+"""Methods whose posterior is a point: samples and temperatures change nothing."""
 
 _MANY_STEPS = 1e6
 """Steps after which beta^step is 0 in float64 for every beta up to 0.999; float32 counts on from it exactly."""

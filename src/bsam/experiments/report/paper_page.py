@@ -146,6 +146,8 @@ def _line(row: Row) -> _Line:
         cells = [_Number(None, "– not run", _printed(cell)) for cell in row.cells]
         return _Line(row.label, cells, "Not run yet", command=row.command, ran=False)
     cells = [_number(cell, "tiny" if row.scale == "tiny" else cell.mark or "") for cell in row.cells]
+    if row.members > 1:
+        return _Line(row.label, cells, f"One ensemble of {row.members} runs")
     parts = [_count(row.seeds, "seed"), _count(row.epochs, "epoch")]
     if row.preset and preset(row.preset).method in ("laplace", "swag", "vogn", "bsam", "ivon"):
         parts.append(_count(row.samples, "posterior sample"))

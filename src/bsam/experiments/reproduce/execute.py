@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from bsam.experiments.ensemble import write_ensemble
 from bsam.experiments.evaluate import evaluate, evaluation_name
 from bsam.experiments.record import read_json, write_json
 from bsam.experiments.reproduce.plan import Task
@@ -65,6 +66,10 @@ def _execute_together(
             stack.train(every_minutes=save_minutes, on_step=lambda trainer: report(trainer.progress / epochs))
     for task in tasks:
         execute(task, report, device=device, data=data, save_minutes=save_minutes)
+    if len(tasks) > 1:
+        first = tasks[0]
+        record = first.record.with_name("ensemble.json")
+        write_ensemble(record, folder, first.part, preset=first.preset, scale=first.scale, config=first.config)
 
 
 def execute(
@@ -99,7 +104,8 @@ def execute(
         run.train(every_minutes=save_minutes, on_step=show)
     done = read_json(run_record)["evaluations"].get(task.part, {})
     for temperature in (None, *task.temperatures):
-        missing = [count for count in task.samples if evaluation_name(count, temperature, task.config) not in done]
+        counts = [count for count, at in task.evaluations if at == temperature]
+        missing = [count for count in counts if evaluation_name(count, temperature, task.config) not in done]
         if missing:
             evaluate(task.folder, samples=missing, part=task.part, temperature=temperature, device=device, data=data)
     origin = {"scale": task.scale, "changes": list(task.changes)} if task.changes else {"scale": task.scale}

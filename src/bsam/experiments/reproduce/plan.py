@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from bsam.experiments.comparison import find_table
 from bsam.experiments.config import Config, Precision, override
+from bsam.experiments.methods import POINTS
 from bsam.experiments.paper.beyond import all_tables, beyond, own_precision
 from bsam.experiments.recorded import Recorded, Scale, recorded, same_run
 from bsam.experiments.reproduce.scales import scaled
 
 __all__ = ["Places", "Plan", "Task", "Wanted", "find_places", "find_recorded", "make_plan", "settle", "wanted_by_table"]
+
+ALSO = (0, 1, 8, 32, 128)
+TEMPERATURES = (0.5, 0.7)
+"""A run with a posterior is evaluated with these too, so that later questions need no training."""
 
 _GOOD_ENOUGH: dict[Scale, tuple[Scale, ...]] = {"full": ("full",), "reduced": ("full", "reduced"), "tiny": ("tiny",)}
 """A run that is recorded at one of these scales need not be run at the key's."""
@@ -49,6 +55,15 @@ class Task:
     """Which part of the data it is evaluated on."""
     temperatures: tuple[float, ...] = ()
     """Of the posterior, beside that of its settings: it is evaluated with these too."""
+    also: tuple[int, ...] = ()
+    """Further numbers of samples. It is evaluated with them on the way; a record without them is complete."""
+
+    @property
+    def evaluations(self) -> list[tuple[int, float | None]]:
+        """Numbers of samples, each with a temperature; None is the one of the settings. The mean has none."""
+        counts = sorted({*self.samples, *self.also})
+        tempered = [(count, t) for t in self.temperatures for count in self.also or self.samples if count]
+        return [*((count, None) for count in counts), *tempered]
 
     @property
     def share_left(self) -> float:
@@ -156,6 +171,8 @@ def make_plan(
             config = replace(config, precision=own_precision(want.preset) or precision)
         found = find_recorded(want, scale, places.records)
         counts = tuple(sorted(samples[name]))
+        temperatures = tuple(t for t in TEMPERATURES if t != config.temperature)
+        later: dict[str, Any] = {"also": ALSO, "temperatures": temperatures}
         for seed in range(seeds):
             task = Task(
                 name=name,
@@ -167,6 +184,7 @@ def make_plan(
                 samples=counts,
                 folder=places.runs / name / f"seed{seed}",
                 record=places.records / name / f"seed{seed}.json",
+                **(later if scale == "full" and config.method not in POINTS else {}),
             )
             done = seed in found and all(str(count) in found[seed].test for count in counts)
             (there if done else left).append(task)

@@ -37,6 +37,10 @@ __all__ = [
 
 TITLES = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "auroc": "AUROC ↑"}
 BEST_NOTE = "Bold: the best, or not significantly worse (Welch, 5%). Rows with fewer than three seeds are not tested."
+_ENSEMBLE_NOTE = (
+    "Rows with “×” are ensembles: the predictions of so many runs, and of the samples of each, averaged. That is one "
+    "number, without a standard deviation, and takes no part in the bold."
+)
 _NOTES = {
     "full": "",
     "reduced": "Fewer epochs than the paper's runs.",
@@ -57,6 +61,7 @@ def scale_notes(block: Block) -> list[str]:
 def settings_notes(block: Block) -> list[str]:
     """The settings of rows that are ours; on the tiny scale they are others."""
     lines = [settings_line(row.preset) for row in block.rows if row.ours and row.preset and row.scale != "tiny"]
+    lines += [_ENSEMBLE_NOTE for row in block.rows if row.members > 1]
     return list(dict.fromkeys(lines))  # rows of one kind have the same
 
 
@@ -84,6 +89,8 @@ def _lines(cell: Cell) -> tuple[str, str, str]:
 
 
 def _extent(row: Row) -> str:
+    if row.members > 1:
+        return f"one ensemble, {row.epochs} epochs"
     seeds = f"{row.seeds} seed{'' if row.seeds == 1 else 's'}"
     return f"{seeds}, {row.epochs} epochs" if row.epochs is not None else ""
 
