@@ -26,6 +26,7 @@ def interrupt():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the timer that sends the signals is Linux's")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops one in a destructor
 @pytest.mark.parametrize("name", ACTS)
 def test_a_real_interrupt_at_any_time_leaves_nothing_half_done(name):
     (result,) = attack({name: ACTS[name]}, hits=10, seed=0).values()

@@ -20,6 +20,7 @@ from __future__ import annotations
 import difflib
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from bsam import batch_norm as bn
 from bsam.distributed import all_reduce_sum, broadcast, rank_of
@@ -47,8 +47,11 @@ _ADDED_BY_OTHERS = frozenset(
 )
 """Keys of a parameter group that schedulers and trainers write, and that no optimizer reads."""
 
-_left: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The gradients that steps left in `.grad`, with their versions, which count the changes in place."""
+_left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+"""The gradients that steps left in `.grad`, by id, with their versions, which count the changes in place.
+
+Not a weak dictionary: its callbacks run wherever a gradient dies, and Python drops an interrupt that arrives in one.
+"""
 
 
 class ProbingOptimizer(Optimizer):
@@ -205,9 +208,7 @@ class ProbingOptimizer(Optimizer):
         if accept is not None:
             refused = (~accept).long()
             self._skipped = refused if self._skipped is None else self._skipped.add_(refused)
-        for slot in stepped:
-            if (grad := slot.parameter.grad) is not None:
-                _left[grad] = grad._version
+        _note_as_left(slot.parameter.grad for slot in stepped)
         self._warn_of_unseen(slots)
         return losses[0]
 
@@ -216,7 +217,7 @@ class ProbingOptimizer(Optimizer):
         strange = []
         for slot in slots:
             grad = slot.parameter.grad
-            if grad is not None and (grad not in _left or _left[grad] != grad._version):
+            if grad is not None and not _was_left(grad):
                 strange.append((slot, grad))
         if not strange:
             return
@@ -540,6 +541,19 @@ def make_slots(optimizer: Optimizer, fresh_state: Callable[[Tensor, dict[str, An
                 slots.append(Slot(index, parameter, group, parameter.detach().clone(), state))
             index += 1
     return slots
+
+
+def _note_as_left(grads: Iterable[Tensor | None]) -> None:
+    for key in [key for key, (reference, _) in list(_left.items()) if reference() is None]:
+        _left.pop(key, None)
+    for grad in grads:
+        if grad is not None:
+            _left[id(grad)] = weakref.ref(grad), grad._version
+
+
+def _was_left(grad: Tensor) -> bool:
+    reference, version = _left.get(id(grad), (None, 0))
+    return reference is not None and reference() is grad and version == grad._version
 
 
 def write_means(slots: list[Slot]) -> None:
