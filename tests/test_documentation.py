@@ -64,6 +64,18 @@ def test_the_tables_of_the_pages_are_those_of_the_records():
     assert {"demo", *TABLES} <= set(shown)
 
 
+def test_the_page_of_promises_names_tests_and_records_that_exist():
+    page = (ROOT / "docs" / "promises.md").read_text()
+    tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
+    assert len(tests) > 20
+    for path, name in tests:
+        assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+    for path in re.findall(r"`(results/\S+)`", page):
+        assert (ROOT / path).is_file(), path
+    for row in re.findall(r"^\| (?!promise|---).*", page, re.MULTILINE):
+        assert "`tests/" in row.split(" | ")[-1], row
+
+
 def test_the_demo_is_set_as_it_was_tuned_and_recorded():
     tuned = json.loads((ROOT / "results" / "demo_tuning.json").read_text())["methods"]
     recorded = json.loads((ROOT / "results" / "demo.json").read_text())["methods"]

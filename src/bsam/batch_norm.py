@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from bsam.forward import call_model, inputs_and_labels, moved
+from bsam.interrupts import deferred, interruptible, reading
 
 __all__ = ["POLICIES", "BufferSnapshot", "moves_statistics", "recalibrate_batch_norm", "running_statistics"]
 
@@ -65,7 +66,6 @@ def running_statistics(module: nn.Module) -> list[tuple[nn.Module, str]]:
     return [(owner, name) for owner, name in all_buffers(module) if isinstance(owner, _NormBase)]
 
 
-@torch.no_grad()
 def recalibrate_batch_norm(
     model: nn.Module, data: Iterable[Any], *, forward: Callable[[Any], Any] | None = None
 ) -> None:
@@ -83,6 +83,13 @@ def recalibrate_batch_norm(
     layers = [layer for layer in model.modules() if isinstance(layer, _NormBase) and layer.running_mean is not None]
     if not layers:
         return
+    with deferred(), torch.no_grad():
+        _recalibrate(model, layers, data, forward)
+
+
+def _recalibrate(
+    model: nn.Module, layers: list[_NormBase], data: Iterable[Any], forward: Callable[[Any], Any] | None
+) -> None:
     modes = [(layer, layer.training) for layer in model.modules()]
     momenta = [(layer, layer.momentum) for layer in layers]
     snapshot = BufferSnapshot(all_buffers(model))
@@ -94,12 +101,13 @@ def recalibrate_batch_norm(
             layer.reset_running_stats()
             layer.momentum = None  # torch's way to ask for a cumulative average
         batches = 0
-        for batch in data:
+        for batch in reading(data):
             try:
-                if forward is not None:
-                    forward(batch)
-                else:
-                    call_model(model, moved(inputs_and_labels(batch)[0], device))
+                with interruptible():
+                    if forward is not None:
+                        forward(batch)
+                    else:
+                        call_model(model, moved(inputs_and_labels(batch)[0], device))
             except ValueError as error:
                 if "Expected more than 1" not in str(error):  # torch's check of one value a channel
                     raise

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bsam.interrupts import interruptible
+
 __all__ = ["all_reduce_sum", "broadcast", "rank_of"]
 
 
@@ -25,15 +27,18 @@ def all_reduce_sum(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     dtype = max((t.dtype for t in tensors), key=lambda d: torch.finfo(d).bits)
     device = tensors[0].device
     flat = torch.cat([t.detach().reshape(-1).to(device, dtype) for t in tensors])
-    dist.all_reduce(flat, group=group)
+    with interruptible():  # ranks may wait for each other for long
+        dist.all_reduce(flat, group=group)
     _scatter(flat, tensors)
 
 
 def broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     """Give every rank the values that rank 0 of `group` has."""
-    for tensor in tensors:
-        value = tensor.detach().contiguous()
-        dist.broadcast(value, group=group, group_src=0)
+    values = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    with interruptible():
+        for value in values:
+            dist.broadcast(value, group=group, group_src=0)
+    for tensor, value in zip(tensors, values, strict=True):
         tensor.detach().copy_(value)
 
 

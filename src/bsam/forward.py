@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from bsam.interrupts import interruptible
+
 __all__ = [
     "Forward",
     "OutputModel",
@@ -35,7 +37,8 @@ class OutputModel(nn.Module):
 
     def forward(self, inputs: Any) -> Tensor:
         """The outputs, one row an example."""
-        outputs = self.call(self.model, inputs)
+        with interruptible():  # here: functional_call writes into the module, and that must be whole
+            outputs = self.call(self.model, inputs)
         if isinstance(outputs, Mapping) and "logits" in outputs:
             outputs = outputs["logits"]
         outputs = getattr(outputs, "logits", outputs)

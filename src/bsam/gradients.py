@@ -9,6 +9,7 @@ numbers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp
 
+from bsam.backward import watched_backward
 from bsam.batch_norm import BufferSnapshot, all_buffers
 from bsam.forward import map_tensors
+from bsam.interrupts import interruptible
 
 __all__ = [
     "LossFunction",
@@ -28,6 +31,7 @@ __all__ = [
     "batch_gradient",
     "chunk_size",
     "differentiable",
+    "fails_again",
     "keys_of",
     "output_sums",
     "reached_by",
@@ -52,15 +56,18 @@ def batch_gradient(
 ) -> tuple[list[Tensor | None], Tensor]:
     """The gradient of `loss_fn(*batch)`, None where it does not reach a parameter, and the loss.
 
-    `loss_fn` may call `backward()` itself: `.grad` is cleared before, and one that appears means that it did.
+    `loss_fn` may call `backward()` itself: `.grad` is cleared before, and one that appears means that it did. All other
+    tensors have the same `.grad` afterwards.
     """
     for parameter in parameters:
         parameter.grad = None
-    with torch.enable_grad():
-        loss = _checked_loss(loss_fn(*batch))
+    with torch.enable_grad(), watched_backward(parameters) as calls:
+        with interruptible():
+            loss = _checked_loss(loss_fn(*batch))
         if loss.requires_grad and all(parameter.grad is None for parameter in parameters):
-            with without_autocast(loss.device):
+            with without_autocast(loss.device), interruptible():
                 torch.autograd.backward(loss)
+    calls.check(loss)
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ValueError(
@@ -123,29 +130,39 @@ class PerExample:
     def gradients(
         self, parameters: Sequence[Tensor], loss_fn: LossFunction, batch: tuple[Any, ...], reached: list[bool]
     ) -> Iterator[tuple[list[Tensor], Tensor]]:
-        """The gradients of chunks of examples, stacked along dimension 0, and their losses; arguments as above."""
-        size, start = _num_examples(batch), 0
+        """The gradients of chunks of examples, stacked along dimension 0, and their losses; arguments as above.
+
+        Vmapped passes leave the buffers as they are: which example's would they be?
+        """
+        size, start, failure = _num_examples(batch), 0, None
         while start < size:
-            many = self._vectorises(parameters)
+            many = failure is None and self._vectorises(parameters)
             stop = start + (chunk_size(parameters) if many else 1)
             piece = some_examples(batch, start, stop)
             if many:
+                attempt = functools.partial(self._vmapped, parameters, loss_fn, piece, reached)
+                buffers = BufferSnapshot(all_buffers(self._module))
                 try:
-                    yield self._vmapped(parameters, loss_fn, piece, reached)
-                except RuntimeError as error:  # of torch.func; a mistake of the user's will come again in the loop
-                    if self._vectorise:
+                    result = attempt()
+                except RuntimeError as error:
+                    if self._vectorise or not fails_again(attempt, error, buffers):
                         raise
-                    self._failed = True
-                    reason = str(error).strip().partition("\n")[0]
-                    warnings.warn(
-                        f"gradients are computed one example at a time, because vmap failed with "
-                        f"{type(error).__name__}: {reason}",
-                        stacklevel=2,
-                    )
+                    failure = error  # a mistake of the user's will come again in the loop
                     continue
+                finally:
+                    buffers.restore()  # one that was replaced holds a tensor of torch.func
             else:
-                yield self._single(parameters, loss_fn, piece, reached)
+                result = self._single(parameters, loss_fn, piece, reached)
+            yield result
             start = stop
+        if failure is not None:
+            self._failed = True
+            reason = str(failure).strip().partition("\n")[0]
+            warnings.warn(
+                f"gradients are computed one example at a time, because vmap failed with {type(failure).__name__}: "
+                f"{reason}",
+                stacklevel=2,
+            )
 
     def _vectorises(self, parameters: Sequence[Tensor]) -> bool:
         if self._failed or not parameters:
@@ -228,14 +245,14 @@ def reached_by(
 
     Raises a RuntimeError if the loss function does not (or not only) use the weights that are handed to it: it may
     hold on to parameters by itself, in a list say. Their gradient would be lost. Buffers, the state of the generators
-    and `.grad` stay what they are.
+    and all `.grad` stay what they are.
     """
     buffers, grads = BufferSnapshot(all_buffers(module)), [p.grad for p in parameters]
     try:
         for parameter in parameters:
             parameter.grad = None
         handed = [p.detach().requires_grad_() for p in parameters]
-        with _same_randomness(parameters), torch.enable_grad():
+        with _same_randomness(parameters), torch.enable_grad(), watched_backward([*handed, *parameters]):
             weights = dict(zip(keys_of(module, parameters), handed, strict=True))
             loss = functional_call(LossModule(module, loss_fn), weights, (batch,))
         if any(p.grad is not None for p in (*handed, *parameters)):
@@ -253,6 +270,21 @@ def reached_by(
         buffers.restore()
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
+
+
+def fails_again(attempt: Callable[[], Any], error: RuntimeError, buffers: BufferSnapshot) -> bool:
+    """Whether a vmapped attempt that raised `error` raises again: only then vmap is to blame, and a loop may help.
+
+    An error of torch.func comes every time. One that does not was raised by the user's loss function.
+    """
+    buffers.restore()
+    try:
+        attempt()
+    except RuntimeError as again:
+        return type(again) is type(error)
+    finally:
+        buffers.restore()
+    return False
 
 
 def keys_of(module: nn.Module, parameters: Sequence[Tensor]) -> list[str]:
@@ -302,7 +334,9 @@ class LossModule(nn.Module):
 
     def forward(self, batch: tuple[Any, ...]) -> Tensor:
         """The loss."""
-        return _checked_loss(self._function[0](*batch)).reshape(())
+        with interruptible():  # here: functional_call writes into the module, and that must be whole
+            loss = _checked_loss(self._function[0](*batch))
+        return loss.reshape(())
 
 
 def _num_examples(batch: tuple[Any, ...]) -> int:

@@ -122,10 +122,15 @@ def test_unusual_networks(name, network):
     assert_close(ours.state(), plain.state())
 
 
-def two_groups(model):
+def two_groups(model, known):
+    """Groups with other options, of those that the optimizer knows."""
+    options = [
+        {"lr": 0.02, "rho": 0.3, "weight_decay": 0.1, "prior_precision": 3.0},
+        {"lr": 0.05, "rho": 0.1, "betas": (0.5, 0.9), "damping": 0.4},
+    ]
     return [
-        {"params": model[0].parameters(), "lr": 0.02, "rho": 0.3, "weight_decay": 0.1, "prior_precision": 3.0},
-        {"params": model[2].parameters(), "lr": 0.05, "rho": 0.1, "betas": (0.5, 0.9), "damping": 0.4},
+        {"params": layer.parameters(), **{key: value for key, value in each.items() if key in known}}
+        for layer, each in zip((model[0], model[2]), options, strict=True)
     ]
 
 
@@ -135,8 +140,10 @@ def test_groups_have_their_own_options(name, special):
     if special and name != "BSAM" and (name == "VOGN") != ("sample" in special):
         pytest.skip("has no such option")
 
+    known = Run(name).optimizer.defaults
+
     def groups(model):
-        first, second = two_groups(model)
+        first, second = two_groups(model, known)
         return [{**first, **special}, second]
 
     ours, plain = (Run(name, params=groups) for _ in range(2))
@@ -529,7 +536,7 @@ def test_a_fused_step_that_is_left_out_leaves_nothing(options):
     optimizer = torch.optim.SGD([parameter], lr=0.1, fused=True, **options)
     plain = nn.Parameter(torch.ones(4))
     expected = torch.optim.SGD([plain], lr=0.1, **options)
-    step = TorchStep(optimizer, [])
+    step = TorchStep(optimizer)
     for value, refused in ((torch.nan, 1.0), (2.0, 0.0), (torch.nan, 1.0), (3.0, 0.0)):
         step([(parameter, torch.full((4,), value))], torch.tensor(refused))
         if not refused:
@@ -694,6 +701,20 @@ def test_an_unused_parameter_is_named_and_left_alone(name):
     for size in (16, 10):
         step(*make_batch("mlp", size))
     assert_same(model.unused.state_dict(), before)
+
+
+@pytest.mark.parametrize("name", ["SAM-SGD", "SGD"])
+def test_a_frozen_parameter_is_not_moved_by_a_gradient_that_it_has(name):
+    model = make_network("mlp")
+    optimizer = OPTIMIZERS[name](model.parameters(), model)
+    frozen = next(model.parameters()).requires_grad_(False)
+    batch = make_batch("mlp", 16)
+    step = TrainStep(optimizer, mean_loss(model), batch, module=model, compile=False)
+    before = frozen.clone()
+    for size in (16, 10):  # compiled, and in the loop
+        frozen.grad = torch.full_like(frozen, torch.nan)
+        step(*make_batch("mlp", size))
+        assert torch.equal(frozen, before)
 
 
 # ---------------------------------------------------------------------- layers exchanged, as on a GPU

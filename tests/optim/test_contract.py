@@ -232,6 +232,28 @@ def test_a_failing_update_restores_weights_gradients_and_buffers(name, monkeypat
     assert_same(snapshot(model, optimizer), before)
 
 
+def test_an_update_that_fails_half_way_changes_nothing(name):
+    """The options of the second group make its formulas raise; those of the first are good."""
+    model = network(name)
+    groups = [{"params": model[0].parameters()}, {"params": model[3].parameters()}]
+    optimizer = make(name, groups, module=model, **({"foreach": False} if "SAM-" in name else {}))
+    for steps in (0, 1):
+        bad = {"weight_decay": "heavy"} if "SAM-" in name else {"betas": (torch.ones(7), 0.9)}
+        good = {key: optimizer.param_groups[1][key] for key in bad}
+        before, addresses = (
+            snapshot(model, optimizer),
+            [s.data_ptr() for p in optimizer.state.values() for s in p.values()],
+        )
+        optimizer.param_groups[1].update(bad)
+        with pytest.raises((TypeError, RuntimeError)):
+            optimizer.step(cross_entropy(model), *batch())
+        optimizer.param_groups[1].update(good)
+        assert_same(snapshot(model, optimizer), before)
+        assert [s.data_ptr() for p in optimizer.state.values() for s in p.values()] == addresses
+        assert len(optimizer.state) == 4 * steps
+        optimizer.step(cross_entropy(model), *batch())
+
+
 def test_gradients_of_the_rest_of_the_module_come_back_too(name):
     model = network(name)
     optimizer = make(name, model[-1].parameters(), module=model)
@@ -326,6 +348,16 @@ def test_nonfinite_steps_can_be_skipped(name, where, call):
     assert optimizer.skipped_steps == 2
     assert all(p.isfinite().all() for p in model.parameters())
     assert not torch.equal(model[0].weight, before["model"]["0.weight"])
+
+
+def test_a_first_step_that_is_skipped_leaves_no_state(name):
+    model = network(name)
+    optimizer = make(name, model.parameters(), module=model, nonfinite="skip")
+    optimizer.step(lambda x, y: cross_entropy(model)(x, y) * float("nan"), *batch())
+    assert optimizer.skipped_steps == 1
+    assert len(optimizer.state) == 0
+    optimizer.step(cross_entropy(model), *batch())
+    assert len(optimizer.state) == 6
 
 
 def test_skipping_changes_no_good_step(name):
@@ -490,6 +522,31 @@ def test_frozen_parameters_stay(name):
     assert not torch.equal(model[0].weight, before)
 
 
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_a_parameter_that_is_frozen_later_is_not_moved_by_its_last_gradient(name, value):
+    """The gradient of a step that was skipped is still there, and none of its NaNs may reach the weights."""
+    model = network(name)
+    optimizer = make(name, model.parameters(), module=model, nonfinite="skip")
+    optimizer.step(cross_entropy(model), *batch())
+    optimizer.step(lambda x, y: cross_entropy(model)(x, y) * value, *batch())
+    bias = model[3].bias.requires_grad_(False)
+    before, grad = bias.clone(), bias.grad
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    optimizer.step(cross_entropy(model), *batch())
+    assert torch.equal(bias, before)
+    assert bias.grad is grad
+    resumed = network(name)
+    resumed.load_state_dict(saved[0])
+    resumed[3].bias.requires_grad_(False)
+    other = make(name, resumed.parameters(), module=resumed, nonfinite="skip")
+    other.load_state_dict(saved[1])
+    other.step(cross_entropy(resumed), *batch())
+    assert_same(resumed.state_dict(), model.state_dict())
+    bias.requires_grad_(True)  # what an earlier step left is no reason to refuse a thawed parameter
+    optimizer.step(cross_entropy(model), *batch())
+    assert not torch.equal(bias, before)
+
+
 def test_unused_parameters_are_left_alone_with_one_warning_that_names_them(name):
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
     optimizer = make(name, [("used", used), ("unused", unused)], splits=1)
@@ -608,6 +665,48 @@ def test_a_tensor_as_learning_rate(name):
         make(name, network(name).parameters(), lr=torch.tensor([0.1, 0.2]))
 
 
+def test_a_learning_rate_of_one_element_is_a_number_and_matrices_are_refused(name):
+    with pytest.raises(ValueError, match=r"lr is a tensor of shape \(1, 1\): write a number"):
+        make(name, [nn.Parameter(torch.ones(2))], lr=torch.tensor([[0.1]]))
+    results = []
+    for lr in (0.125, torch.tensor([0.125])):
+        w, scalar = nn.Parameter(torch.ones(2)), nn.Parameter(torch.tensor(2.0))
+        optimizer = make(name, [w, scalar], lr=lr, **({"foreach": False} if "SAM-" in name else {}))
+        take_step(optimizer, lambda w=w, scalar=scalar: (w**2).sum() + scalar**2)
+        results.append([w.detach(), scalar.detach()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("key", ["pertub", "momentumm", "weight_decay", "betas2", "splitz"])
+def test_options_of_a_group_that_nobody_reads_are_refused(name, key):
+    if key == "weight_decay" and "SAM-" in name:
+        pytest.skip("an option of its base optimizer")
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=f"{key!r} is not an option of a parameter group of .*would be ignored.*knows"):
+        make(name, [{"params": [a], key: 0.5}])
+    optimizer = make(name, [a], **({"module": holding([a, b])} if name == "VOGN" else {}))
+    with pytest.raises(ValueError, match=f"{key!r} is not an option"):
+        optimizer.add_param_group({"params": [b], key: 0.5})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_misspelt_option_is_named(name):
+    with pytest.raises(ValueError, match=r"'spilts' is not an option .*Did you mean 'splits'\?"):
+        make(name, [{"params": [nn.Parameter(torch.ones(2))], "spilts": 2}])
+
+
+def test_what_schedulers_and_trainers_write_into_a_group_passes(name):
+    a = nn.Parameter(torch.ones(2))
+    extra = dict.fromkeys(
+        ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "lr_scale"), 0.1
+    )
+    optimizer = make(name, [{"params": [a], "name": "head", **extra}])
+    optimizer.param_groups[0]["something_later"] = 1
+    take_step(optimizer, lambda: (a**2).sum())
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 def test_sparse_and_complex_are_refused(name):
     with pytest.raises(ValueError, match="complex"):
         make(name, [nn.Parameter(torch.ones(2, dtype=torch.complex64))])
@@ -713,6 +812,117 @@ def test_the_loss_is_the_mean_at_the_first_points_detached(name):
     torch.testing.assert_close(loss, expected.detach())
     assert not loss.requires_grad
     assert loss.shape == ()
+
+
+# ---------------------------------------------------------------- gradients before the step, and of others
+
+
+@pytest.mark.parametrize("how", ["accumulated", "changed", "replaced"])
+def test_gradients_that_a_step_would_drop_are_refused(name, how):
+    model = network(name)
+    optimizer = make(name, model.parameters(), module=model)
+    x, y = batch()
+    optimizer.step(cross_entropy(model), x, y)
+    if how == "accumulated":
+        optimizer.zero_grad()
+        cross_entropy(model)(x, y).backward()
+    elif how == "changed":
+        cross_entropy(model)(x, y).backward()  # on top of what the step left
+    else:
+        model[3].bias.grad = torch.ones(3)
+    before, grads = snapshot(model, optimizer), [p.grad for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"(0.weight and 5 more|3.bias) has a gradient .* together, .*zero_grad\(\)"):
+        optimizer.step(cross_entropy(model), x, y)
+    assert_same(snapshot(model, optimizer), before)
+    assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+    optimizer.zero_grad()
+    optimizer.step(cross_entropy(model), x, y)
+
+
+def test_gradients_that_may_be_there(name):
+    """None, zeros, and what a step left, of this optimizer or another; all give the same step."""
+    results = []
+    for way in ("none", "zeros", "left", "left by another", "left before a failure"):
+        model = network(name)
+        optimizer = make(name, model.parameters(), module=model)
+        if way == "left by another":
+            make(name, model.parameters(), lr=0.0, module=model).step(cross_entropy(model), *batch())
+            model.load_state_dict(network(name).state_dict())
+        optimizer.step(cross_entropy(model), *batch())
+        if way in ("none", "zeros"):
+            optimizer.zero_grad(set_to_none=way == "none")
+        if way == "left before a failure":
+            with pytest.raises(FloatingPointError):
+                optimizer.step(lambda x, y, m=model: cross_entropy(m)(x, y) * float("nan"), *batch())
+        optimizer.step(cross_entropy(model), *batch())
+        results.append(weights(model))
+    for other in results[1:]:
+        assert_same(results[0], other)
+
+
+@pytest.mark.parametrize("calls_backward", [True, False])
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("vectorise", [True, False])
+def test_gradients_of_parameters_of_another_optimizer_are_left_alone(name, calls_backward, knows, vectorise):
+    if vectorise and (calls_backward or not knows):
+        pytest.skip("the splits can be computed together only if the loss is returned and the model known")
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    options = {"module": model} if knows or name == "VOGN" else {}
+    optimizer = make(name, model[0].parameters(), splits=2, vectorise=vectorise, **options)
+    x, y = batch()
+    x.requires_grad_()  # a leaf that is no parameter
+    head = model[2]
+    head.weight.grad = kept = torch.full_like(head.weight, 0.5)
+
+    def closure(x, y):
+        loss = cross_entropy(model)(x, y)
+        if calls_backward:
+            loss.backward()
+        return loss
+
+    optimizer.step(closure, x, y)
+    assert head.weight.grad is kept
+    assert torch.equal(kept, torch.full_like(kept, 0.5))
+    assert head.bias.grad is None
+    assert x.grad is None
+    assert model[0].weight.grad is not None
+
+
+def test_backward_of_a_scaled_loss_is_refused(name):
+    model = network(name)
+    optimizer = make(name, model.parameters(), module=model, vectorise=False)
+    x, y = batch()
+
+    def scaled(x, y):
+        loss = cross_entropy(model)(x, y)
+        (128 * loss).backward()
+        return loss
+
+    before = snapshot(model, optimizer)
+    with pytest.raises(ValueError, match=r"called backward\(\) on .* and returned the loss .*: .* Return the tensor"):
+        optimizer.step(scaled, x, y)
+    assert_same(snapshot(model, optimizer), before)
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+def test_backward_of_parts_that_add_up_to_the_loss_is_right(name):
+    results = []
+    for parts in (1, 3):
+        model = network(name, torch.float64).eval()
+        optimizer = make(name, model.parameters())
+
+        def closure(x, y, model=model, parts=parts):
+            total = 0.0
+            for k in range(parts):
+                loss = cross_entropy(model)(x, y) / parts
+                loss.backward(retain_graph=k == 0)
+                total += loss.item()
+            return total
+
+        optimizer.step(closure, *batch(dtype=torch.float64))
+        results.append(weights(model))
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(p, q)
 
 
 Pair = namedtuple("Pair", "x y")

@@ -237,6 +237,58 @@ def test_the_state_of_another_base_is_refused_and_nothing_changes():
     adam.step(lambda: (w**2).sum())
 
 
+ALL_BASES = [
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("base", ALL_BASES)
+def test_every_base_optimizer_loads_its_own_state(base):
+    """Adafactor keeps means over rows and over columns, which are not of the parameter's shape."""
+    make = getattr(torch.optim, base)
+    model, fresh = nn.Linear(5, 3), nn.Linear(5, 3)
+    optimizer = bsam.SAM(model.parameters(), make, rho=0.05, lr=0.1)
+    optimizer.step(lambda x: model(x).square().mean(), torch.randn(4, 5))
+    fresh.load_state_dict(model.state_dict())
+    other = bsam.SAM(fresh.parameters(), make, rho=0.05, lr=0.1)
+    other.load_state_dict(optimizer.state_dict())
+    x = torch.randn(4, 5)
+    optimizer.step(lambda x: model(x).square().mean(), x)
+    other.step(lambda x: fresh(x).square().mean(), x)
+    for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_adafactor_refuses_means_of_another_shape():
+    model = nn.Linear(5, 3)
+    optimizer = bsam.SAM(model.parameters(), torch.optim.Adafactor, rho=0.05)
+    optimizer.step(lambda x: model(x).square().mean(), torch.randn(4, 5))
+    state = optimizer.state_dict()
+    state["state"][0]["row_var"] = torch.ones(4, 1)
+    with pytest.raises(ValueError, match="another model"):
+        bsam.SAM(nn.Linear(5, 3).parameters(), torch.optim.Adafactor, rho=0.05).load_state_dict(state)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_state_that_is_not_finite_is_refused(value):
+    w = nn.Parameter(torch.ones(3))
+    optimizer = bsam.SAM([w], torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9)
+    optimizer.step(lambda: (w**2).sum())
+    state = optimizer.state_dict()
+    state["state"][0]["momentum_buffer"][1] = value
+    before = optimizer.state[w]["momentum_buffer"].clone()
+    with pytest.raises(ValueError, match="the loaded 'momentum_buffer' of parameter 0 is not finite everywhere"):
+        optimizer.load_state_dict(state)
+    assert torch.equal(optimizer.state[w]["momentum_buffer"], before)
+
+
+def test_options_of_the_base_optimizer_may_be_in_a_group_and_no_others():
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    bsam.SAM([{"params": [a], "weight_decay": 0.1}], torch.optim.SGD, rho=0.05, lr=0.1)
+    with pytest.raises(ValueError, match="'amsgrad' is not an option of a parameter group of SAM"):
+        bsam.SAM([{"params": [b], "amsgrad": True}], torch.optim.SGD, rho=0.05, lr=0.1)
+
+
 def test_maximize_is_refused():
     with pytest.raises(ValueError, match="maximize=True does not go with SAM"):
         bsam.SAM([nn.Parameter(torch.ones(2))], torch.optim.SGD, rho=0.05, lr=0.1, maximize=True)

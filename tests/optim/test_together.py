@@ -343,6 +343,30 @@ def test_what_vmap_cannot_do_is_done_by_the_loop_after_one_warning(name, case):
     assert_same(made[0][0].state_dict(), made[1][0].state_dict())
 
 
+@every_optimizer
+@pytest.mark.usefixtures("_no_device_check")
+def test_an_error_of_the_users_loss_is_raised_and_vmap_goes_on(name, monkeypatch):
+    """It comes once: a loop, which would get no error, must not be mistaken for the cure."""
+    (model, optimizer), _ = pair(name, "mlp")
+    optimizer.vectorise = None
+    before, count = snapshot(model, optimizer), 0
+
+    def failing(x, y):
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise RuntimeError("the file is gone")
+        return mean_loss(model)(x, y)
+
+    with pytest.raises(RuntimeError, match="the file is gone"):
+        optimizer.step(failing, *make_batch("mlp", 16))
+    assert_same(snapshot(model, optimizer), before)
+    probe, calls = together.probe_stack, []
+    monkeypatch.setattr(together, "probe_stack", lambda *arguments: calls.append(1) or probe(*arguments))
+    optimizer.step(failing, *make_batch("mlp", 16))
+    assert calls
+
+
 @pytest.mark.usefixtures("_no_device_check")
 def test_none_vectorises_where_it_pays(monkeypatch):
     made = pair("BSAM", "mlp")

@@ -1,5 +1,7 @@
 """VOGN against the transcription of its algorithm, its limits, and what per-example gradients ask for."""
 
+import copy
+import io
 import math
 import warnings
 
@@ -339,6 +341,81 @@ def test_a_failing_attempt_leaves_buffers_and_random_numbers_alone():
     (one, calls), (other, calls_2) = run(None), run(False)
     assert torch.equal(one, other)
     assert calls == calls_2 == 30
+
+
+class Replacing(nn.Module):
+    """Its forward puts another tensor in the place of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer = nn.Linear(4, 3, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_buffer_that_forward_replaces_holds_a_tensor_of_torch(compiled):
+    model = Replacing()
+    optimizer = bsam.VOGN(model.parameters(), module=model, num_data=100, vectorise=True)
+    mean = model.mean
+    if compiled:
+        step = bsam.TrainStep(optimizer, cross_entropy(model), batch(), compile=False)
+        step(*batch())
+    else:
+        optimizer.step(cross_entropy(model), *batch())
+        assert model.mean is mean
+    assert torch.equal(copy.deepcopy(model).mean, torch.zeros(4, dtype=torch.float64))
+    torch.save(model.state_dict(), io.BytesIO())
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_an_error_of_the_users_loss_is_raised_and_vmap_goes_on(call):
+    """It comes once: a loop, which would get no error, must not be mistaken for the cure."""
+    model = network()
+    optimizer = bsam.VOGN(model.parameters(), module=model, num_data=100)
+    before = [p.detach().clone() for p in model.parameters()]
+    count = 0
+
+    def failing(x, y):
+        nonlocal count
+        count += 1
+        if count == call:
+            raise RuntimeError("the file is gone")
+        return cross_entropy(model)(x, y)
+
+    if call > 3:  # the first step calls it three times: twice to look, once for all examples
+        optimizer.step(failing, *batch())
+        before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="the file is gone"):
+        optimizer.step(failing, *batch())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    count = 100
+    optimizer.step(failing, *batch())
+    assert count < 100 + 12  # fewer calls than examples: it is still vmapped
+
+
+def test_an_error_that_comes_every_time_is_the_users_too():
+    model = network()
+    optimizer = bsam.VOGN(model.parameters(), module=model, num_data=100)
+
+    def failing(x, y):
+        raise RuntimeError("always")
+
+    with pytest.raises(RuntimeError, match="always"):
+        optimizer.step(failing, *batch())
+    count = 0
+
+    def counting(x, y):
+        nonlocal count
+        count += 1
+        return cross_entropy(model)(x, y)
+
+    optimizer.step(counting, *batch())
+    assert count < 12
 
 
 def test_dropout_differs_between_examples():

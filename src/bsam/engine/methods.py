@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from bsam.batch_norm import BufferSnapshot, all_buffers
 from bsam.gradients import LossFunction, batch_gradient
+from bsam.interrupts import deferred
 from bsam.optim.base import ProbingOptimizer, all_finite, make_slots
 from bsam.optim.probing import Gradients, Slot, Tally
 from bsam.optim.sam import SAM
 
-__all__ = ["Method", "Plain", "TorchStep", "method_of"]
+__all__ = ["Method", "Plain", "TorchStep", "clear_gradients", "method_of"]
 
 
 class Method(Protocol):
@@ -73,17 +74,23 @@ class Plain:
         """How many steps were left out."""
         return 0 if self._skipped is None else int(self._skipped)
 
-    @torch.no_grad()
     def step(self, closure: LossFunction, *batch: Any) -> Tensor:
         """One step without a trace, that raises if a number is not finite, before anything has changed."""
-        parameters = [slot.parameter for slot in self._slots()]
-        buffers = BufferSnapshot(all_buffers(self._module))
-        gradients, loss = batch_gradient(parameters, closure, batch)
-        if not all_finite([loss, *(g for g in gradients if g is not None)]):
-            buffers.restore()
-            raise FloatingPointError("a loss or gradient is not finite. Weights and state are unchanged. Lower lr.")
-        self.optimizer.step()
-        return loss
+        with deferred(), torch.no_grad():
+            parameters = [slot.parameter for slot in self._slots()]
+            buffers = BufferSnapshot(all_buffers(self._module))
+            clear_gradients(self.optimizer)
+            try:
+                gradients, loss = batch_gradient(parameters, closure, batch)
+                if not all_finite([loss, *(g for g in gradients if g is not None)]):
+                    raise FloatingPointError(
+                        "a loss or gradient is not finite. Weights and state are unchanged. Lower lr."
+                    )
+            except BaseException:
+                buffers.restore()
+                raise
+            self.optimizer.step()
+            return loss
 
     def _option(self, name: str) -> Any:
         return {"splits": 1, "batch_norm": "first_split", "max_grad_norm": None, "nonfinite": "raise"}[name]
@@ -109,16 +116,22 @@ def method_of(optimizer: Optimizer, module: nn.Module) -> Method:
     return optimizer if isinstance(optimizer, ProbingOptimizer) else Plain(optimizer, module)
 
 
+def clear_gradients(optimizer: Optimizer) -> None:
+    """Leave no gradient of an earlier pass: the optimizer would step with it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
 class TorchStep:
     """The update of a torch optimizer, alone or below SAM: its own step with gradients that were found elsewhere.
 
     On CUDA, SGD, Adam and AdamW use their fused steps, which can leave a step out without asking the device.
     """
 
-    def __init__(self, optimizer: Optimizer, unreached: list[Tensor]) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._base = optimizer.base_optimizer if isinstance(optimizer, SAM) else optimizer
         self._of_sam = isinstance(optimizer, SAM)
-        self._unreached = unreached
         self._seen: tuple[Any, Any] = (None, None)
         self._times_loaded = 0
 
@@ -130,8 +143,7 @@ class TorchStep:
             refused: 0-dim, 0 or 1, on the device.
         """
         base = self._base
-        for parameter in self._unreached:
-            parameter.grad = None  # as a backward pass would leave it
+        clear_gradients(base)  # also of parameters that are frozen, or not part of the loss
         for parameter, gradient in gradients:
             parameter.grad = gradient
         if not self._fuse(refused.device) or self._starts():

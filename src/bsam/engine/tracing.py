@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.split_module import split_module
 
 from bsam.engine.graphs import keep_layouts, last_sums, merge_views, share_copies
+from bsam.interrupts import interruptible
 from bsam.kernels import convolution, filter_response
 
 __all__ = ["Captured", "compile_function", "compile_in_two"]
@@ -77,7 +78,7 @@ def _compile(graph: GraphModule, inputs: list[Tensor], options: dict[str, Any]) 
 
         # What is compiled for fixed shapes is kept on disk, if the compiler is told that they are.
         fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
-        with tracing(TracingContext(fake)):
+        with tracing(TracingContext(fake)), interruptible():  # it takes long, and writes nothing of the user's
             compiled: Function = compile_graph(graph, inputs, options=options)  # type: ignore[arg-type]
     return compiled
 

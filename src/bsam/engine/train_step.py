@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from bsam.engine import checks
-from bsam.engine.methods import Method, TorchStep, method_of
+from bsam.engine.methods import Method, TorchStep, clear_gradients, method_of
 from bsam.engine.packs import Pack, PackSlot, make_packs
 from bsam.engine.watch import Watch
 from bsam.forward import map_tensors
 from bsam.gradients import LossFunction, LossModule, keys_of
+from bsam.interrupts import deferred
 from bsam.optim.base import all_finite, clip_gradient
 from bsam.optim.batch import split_batch
 from bsam.optim.gaussian import GaussianOptimizer
@@ -46,7 +47,8 @@ class TrainStep:
     batch of another shape than the example, or a model in another mode (`eval()`, frozen parameters) than when the step
     was made, goes through the plain loop. A step that meets a loss or gradient that is not finite is left out, on the
     device; with `nonfinite="raise"` the error comes as soon as the device has said so, which may be a few steps later,
-    or when `check()` asks. `p.grad` is left alone, unless a torch optimizer needs it.
+    or when `check()` asks. Gradients that are in `p.grad` before a step play no part in it; `p.grad` is left alone,
+    unless a torch optimizer needs it or the step goes through the loop.
 
     Several runs can be trained together: give a list of optimizers, each with a model of its own and of the same
     architecture, a list of loss functions, and batches with a dimension of runs in front. One step is one step of
@@ -180,9 +182,7 @@ class TrainStep:
         self._seeds = torch.tensor(
             [m._option("seed") if self._theta else 0 for m in self._methods], dtype=torch.int64, device=self.device
         )
-        self._torch_steps = [
-            TorchStep(o, [slot.parameter for slot in own]) for o, own in zip(self.optimizers, left, strict=True)
-        ]
+        self._torch_steps = [TorchStep(optimizer) for optimizer in self.optimizers]
         self._watch = Watch(self._skipped) if method._option("nonfinite") == "raise" else None
 
         from bsam.engine.tracing import Captured, compile_function  # here: they take a second to import
@@ -208,9 +208,12 @@ class TrainStep:
 
     # ------------------------------------------------------------------ a step
 
-    @torch.no_grad()
     def __call__(self, *batch: Any) -> Tensor:
         """Take one step; returns the mean loss of the first pass (of each run, if there are several)."""
+        with deferred(), torch.no_grad():
+            return self._step(batch)
+
+    def _step(self, batch: tuple[Any, ...]) -> Tensor:
         stacked = batch if self._stacked else map_tensors(lambda t: t[None], batch)
         if self._stacked:
             checks.rows_of_runs(batch, len(self.optimizers))
@@ -243,6 +246,7 @@ class TrainStep:
         """The step of a batch of another shape: each run by itself. All take it before an error is raised."""
         losses, errors = [], []
         for run, (method, loss_fn) in enumerate(zip(self._methods, self._loss_fns, strict=True)):
+            clear_gradients(self.optimizers[run])  # as in a compiled step, they play no part
             try:
                 losses.append(method.step(loss_fn, *_of_run(stacked, run)))
             except FloatingPointError as error:

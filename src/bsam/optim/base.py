@@ -6,17 +6,21 @@ A *probe* works on one sub-batch and asks for gradients at weights of its choice
 (`bsam.optim.together`). This file is the only one that writes perturbed weights into a model, and it always takes
 them out again:
 
-- a step completes, or weights, buffers, gradients and state are what they were, bit for bit;
+- a step completes, or weights, gradients and state, and the buffers of `module=`, are what they were, bit for bit;
+- an interrupt (Ctrl-C) comes out of the user's loss function, out of communication, or after the step;
 - a loss or gradient that is not finite never reaches weights or state;
 - weights are written in place: addresses, leaf status and `requires_grad` do not change.
 
-After a step `p.grad` holds the gradient that was applied: averaged over splits and ranks, and clipped.
+After a step `p.grad` holds the gradient that was applied: averaged over splits and ranks, and clipped. Before the next
+one it must be that, or zero, or None. Parameters of other optimizers keep the `.grad` that they have.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -28,6 +32,7 @@ from torch.optim import Optimizer
 from bsam import batch_norm as bn
 from bsam.distributed import all_reduce_sum, broadcast, rank_of
 from bsam.gradients import LossFunction, PerExample
+from bsam.interrupts import deferred
 from bsam.optim import options
 from bsam.optim.batch import split_batch
 from bsam.optim.probing import GradAt, Gradients, Slot, Tally
@@ -36,6 +41,17 @@ from bsam.posterior import PointMass, Posterior
 from bsam.posterior.base import holds_sample
 
 __all__ = ["ProbingOptimizer"]
+
+_ADDED_BY_OTHERS = frozenset(
+    ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "lr_scale", "name", "param_names")
+)
+"""Keys of a parameter group that schedulers and trainers write, and that no optimizer reads."""
+
+_left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+"""The gradients that steps left in `.grad`, by id, with their versions, which count the changes in place.
+
+Not a weak dictionary: its callbacks run wherever a gradient dies, and Python drops an interrupt that arrives in one.
+"""
 
 
 class ProbingOptimizer(Optimizer):
@@ -102,8 +118,8 @@ class ProbingOptimizer(Optimizer):
         """Move weights and state; where the 0-dim boolean `accept` is given and false, leave them."""
         raise NotImplementedError
 
-    def _keep(self, slots: list[Slot]) -> None:
-        """Make the state of stepped slots the optimizer's own, where it is not yet."""
+    def _keep(self, slots: list[Slot], accept: Tensor | None = None) -> None:
+        """Make the state of stepped slots the optimizer's own, where it is not yet and the step was accepted."""
 
     def _fresh_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter that has not been stepped yet."""
@@ -122,13 +138,14 @@ class ProbingOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ the step
 
-    @torch.no_grad()
     def step(self, closure: LossFunction | None = None, *batch: Any) -> Tensor:  # type: ignore[override]
         """Take one step.
 
         With a batch, `closure(*part)` returns the mean loss of the part it is given: it is called for each of
         the `splits` parts. Without one (and splits = 1) `closure()` returns the loss of the whole minibatch. It may
-        call `backward()` itself, as torch's convention has it; `.grad` is cleared before each call.
+        call `backward()` itself, as torch's convention has it, on the loss that it returns; `.grad` is cleared before
+        each call. Gradients that were accumulated before the step are refused, and parameters that are not this
+        optimizer's keep the `.grad` that they have.
 
         Args:
             closure: A function that returns the loss.
@@ -138,6 +155,10 @@ class ProbingOptimizer(Optimizer):
         Returns:
             The mean loss of the first passes, detached.
         """
+        with deferred(), torch.no_grad():
+            return self._step(closure, batch)
+
+    def _step(self, closure: LossFunction | None, batch: tuple[Any, ...]) -> Tensor:
         if closure is None:
             raise TypeError(
                 f"{type(self).__name__}.step() needs a closure, because it evaluates the loss at other weights than "
@@ -147,14 +168,16 @@ class ProbingOptimizer(Optimizer):
         self._check_batch(batch)
         splits = self._option("splits")
         parts = split_batch(batch, splits)
+        slots = self._slots()
+        self._check_gradients(slots)
         if len(parts) < splits and "few examples" not in self._warned:
             self._warned.add("few examples")
             text = f"a batch of {len(parts)} examples cannot be cut into {splits} parts: one part an example."
             warnings.warn(text, stacklevel=4)
         if self.process_group is not None and not self._synchronised:
             self._synchronise()
+            slots = self._slots()
 
-        slots = self._slots()
         known = self.module.parameters() if self.module is not None else (slot.parameter for slot in slots)
         grads = [(parameter, parameter.grad) for parameter in known]
         buffers = bn.BufferSnapshot(bn.all_buffers(self.module) if self.module is not None else ())
@@ -166,38 +189,52 @@ class ProbingOptimizer(Optimizer):
             if accept is None and not finite:
                 raise FloatingPointError(self._describe_nonfinite(slots, losses, statistics))
             clip_gradient(statistics["gradient"], self._option("max_grad_norm"))
+            write_means(slots)
+            if accept is not None:
+                buffers.restore(unless=accept)
+            for slot, gradient in zip(slots, statistics["gradient"], strict=True):
+                slot.parameter.grad = gradient.to(slot.parameter.dtype) if slot.seen else None
+            seen = [i for i, slot in enumerate(slots) if slot.seen]
+            stepped = [slots[i] for i in seen]
+            self._update(stepped, {name: [tensors[i] for i in seen] for name, tensors in statistics.items()}, accept)
+            self._keep(stepped, accept)
         except BaseException:
+            write_means(slots)
             for parameter, grad in grads:
                 parameter.grad = grad
             buffers.restore()
             raise
         finally:
-            for slot in slots:
-                slot.parameter.copy_(slot.mean)
             torch.clear_autocast_cache()
             self._away = None
 
         if accept is not None:
             refused = (~accept).long()
             self._skipped = refused if self._skipped is None else self._skipped.add_(refused)
-            buffers.restore(unless=accept)
-        for slot, gradient in zip(slots, statistics["gradient"], strict=True):
-            slot.parameter.grad = gradient.to(slot.parameter.dtype) if slot.seen else None
-        keep = [i for i, slot in enumerate(slots) if slot.seen]
-        try:
-            kept = {name: [tensors[i] for i in keep] for name, tensors in statistics.items()}
-            self._update([slots[i] for i in keep], kept, accept)
-            self._keep([slots[i] for i in keep])
-        except BaseException:
-            for slot in slots:
-                slot.parameter.copy_(slot.mean)
-            for parameter, grad in grads:
-                parameter.grad = grad
-            buffers.restore()
-            raise
-        torch.clear_autocast_cache()
+        _note_as_left(slot.parameter.grad for slot in stepped)
         self._warn_of_unseen(slots)
         return losses[0]
+
+    def _check_gradients(self, slots: list[Slot]) -> None:
+        """Raise if there are gradients that no step left there: they would be dropped."""
+        strange = []
+        for slot in slots:
+            grad = slot.parameter.grad
+            if grad is not None and not _was_left(grad):
+                strange.append((slot, grad))
+        if not strange:
+            return
+        device = strange[0][1].device
+        found = torch.stack([grad.any().to(device) for _, grad in strange]).tolist()
+        names = [self._name(slot) for (slot, _), nonzero in zip(strange, found, strict=True) if nonzero]
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise RuntimeError(
+                f"{names[0]}{more} has a gradient in .grad that no step left there: was backward() called before "
+                "step()? A step finds its own gradients, and would drop this one. To accumulate over micro-batches, "
+                "hand them over together, optimizer.step(loss_fn, torch.cat(xs), torch.cat(ys)); to drop it, call "
+                "optimizer.zero_grad() first."
+            )
 
     def _average(
         self, slots: list[Slot], closure: LossFunction, parts: Parts
@@ -210,6 +247,7 @@ class ProbingOptimizer(Optimizer):
             means, statistics = together
         else:
             means, statistics = self._probe_in_turn(slots, closure, parts, first)
+            self._together.looped()
         if self.process_group is not None:
             self._average_over_ranks(slots, statistics, means, total)
         return means, statistics
@@ -311,6 +349,7 @@ class ProbingOptimizer(Optimizer):
         params = param_group["params"]
         params = params if isinstance(params, Tensor | set) else list(params)  # a generator can be read once only
         group = {**self.defaults, **param_group, "params": params}
+        self._check_keys(group)
         self._check_group(group)
         self._check_agreement([*self.param_groups, group])
         for parameter in [params] if isinstance(params, Tensor) else params:
@@ -318,6 +357,18 @@ class ProbingOptimizer(Optimizer):
         if self._made and not isinstance(params, set):  # torch refuses a set
             self._check_belongs([params] if isinstance(params, Tensor) else params)
         return group
+
+    def _check_keys(self, group: dict[str, Any]) -> None:
+        """Raise if a group has an option that nobody reads."""
+        known = sorted(set(self.defaults) - {"differentiable"})
+        for key in group:
+            if key not in self.defaults and key != "params" and key not in _ADDED_BY_OTHERS:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"Did you mean {near[0]!r}? " if near else ""
+                raise ValueError(
+                    f"{key!r} is not an option of a parameter group of {type(self).__name__}, and would be ignored. "
+                    f"{hint}It knows {', '.join(known)}."
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """The state as a dictionary of copies: further steps do not change it."""
@@ -331,20 +382,21 @@ class ProbingOptimizer(Optimizer):
             self._check_state_dict(final)
             accepted.update(final)
 
-        before = {"state": self.state, "param_groups": self.param_groups}
-        handle = self.register_load_state_dict_pre_hook(check)
-        try:
-            super().load_state_dict(_copied(state_dict))
-        except BaseException:
-            self.__setstate__(before)
-            raise
-        finally:
-            handle.remove()
-        keys = [key for group in accepted["param_groups"] for key in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for key, parameter in zip(keys, parameters, strict=True):
-            if key in accepted["state"]:
-                self._restore_types(parameter, accepted["state"][key])
+        with deferred():
+            before = {"state": self.state, "param_groups": self.param_groups}
+            handle = self.register_load_state_dict_pre_hook(check)
+            try:
+                super().load_state_dict(_copied(state_dict))
+            except BaseException:
+                self.__setstate__(before)
+                raise
+            finally:
+                handle.remove()
+            keys = [key for group in accepted["param_groups"] for key in group["params"]]
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            for key, parameter in zip(keys, parameters, strict=True):
+                if key in accepted["state"]:
+                    self._restore_types(parameter, accepted["state"][key])
 
     def _restore_types(self, parameter: Tensor, saved: dict[str, Any]) -> None:
         """Give the loaded state of a parameter the types it had when it was saved, where torch changed them."""
@@ -365,10 +417,11 @@ class ProbingOptimizer(Optimizer):
         for i, (key, parameter) in enumerate(zip(keys, parameters, strict=True)):
             present = self.state.get(parameter, {})
             for name, value in state_dict["state"].get(key, {}).items():
-                # Counters and the like have no dimension; what is there already tells which these are.
-                like = present.get(name) if isinstance(present.get(name), Tensor) else None
-                fits = value.shape == like.shape if like is not None and isinstance(value, Tensor) else True
-                if isinstance(value, Tensor) and ((value.dim() and value.shape != parameter.shape) or not fits):
+                if not isinstance(value, Tensor):
+                    continue
+                like = present.get(name)  # what is there already has the right shape
+                fits = value.shape == like.shape if isinstance(like, Tensor) else _may_be_of(value, parameter)
+                if not fits:
                     raise ValueError(
                         f"the loaded state's {name!r} of parameter {i} has shape {tuple(value.shape)}, the parameter "
                         f"has {tuple(parameter.shape)}: it belongs to another model."
@@ -493,6 +546,25 @@ def make_slots(optimizer: Optimizer, fresh_state: Callable[[Tensor, dict[str, An
     return slots
 
 
+def _note_as_left(grads: Iterable[Tensor | None]) -> None:
+    for key in [key for key, (reference, _) in list(_left.items()) if reference() is None]:
+        _left.pop(key, None)
+    for grad in grads:
+        if grad is not None:
+            _left[id(grad)] = weakref.ref(grad), grad._version
+
+
+def _was_left(grad: Tensor) -> bool:
+    reference, version = _left.get(id(grad), (None, 0))
+    return reference is not None and reference() is grad and version == grad._version
+
+
+def write_means(slots: list[Slot]) -> None:
+    """Put the weights back that were there before the step."""
+    for slot in slots:
+        slot.parameter.copy_(slot.mean)
+
+
 def total_norm(tensors: list[Tensor]) -> Tensor:
     """The norm of all tensors together, on the first one's device."""
     if not tensors:
@@ -522,6 +594,15 @@ def _check_parameter(parameter: Any) -> None:
         raise ValueError(f"a parameter has layout {parameter.layout}: dense parameters only.")
     if parameter.is_complex():
         raise ValueError("a parameter is complex: real ones only (torch.view_as_real gives a real view).")
+
+
+def _may_be_of(value: Tensor, parameter: Tensor) -> bool:
+    """Whether state of this shape can belong to a parameter: of its shape, or with dimensions left out or of size 1.
+
+    Counters have no dimension, and Adafactor keeps means over rows and over columns.
+    """
+    left = iter(parameter.shape)
+    return all(size == 1 or size in left for size in value.shape)
 
 
 def all_finite(tensors: list[Tensor]) -> Tensor:

@@ -240,18 +240,17 @@ class BSAM(GaussianOptimizer):
         tally.add("gradient", grad_at(worse))  # line 6
 
     def _update(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
-        mean_abs = self._option("curvature") == "mean_abs"
-        for slot, g_eps, g in zip(slots, statistics["gradient"], statistics["curvature"], strict=True):
-            state = slot.state
-            omega, g_m, s = update(
-                slot.mean.to(slot.dtype),
-                state["momentum"],
-                state["unit_precision"],
-                g_eps,
-                curvature(g if mean_abs else g.abs(), state["unit_precision"]),
-                **self._rates(slot.group),
-            )
-            self._move(slot, omega, {"momentum": g_m, "unit_precision": s}, accept)
+        columns = zip(slots, statistics["gradient"], statistics["curvature"], strict=True)
+        self._move((self._moved(slot, g_eps, g) for slot, g_eps, g in columns), accept)
+
+    def _moved(self, slot: Slot, g_eps: Tensor, g: Tensor) -> tuple[Slot, Tensor, dict[str, Tensor]]:
+        """The slot with its new weights and state."""
+        s = slot.state["unit_precision"]
+        h = curvature(g if self._option("curvature") == "mean_abs" else g.abs(), s)
+        omega, g_m, s = update(
+            slot.mean.to(slot.dtype), slot.state["momentum"], s, g_eps, h, **self._rates(slot.group)
+        )  # fmt: skip
+        return slot, omega, {"momentum": g_m, "unit_precision": s}
 
     def _check_state(self, key: Any, state: dict[str, Any]) -> None:
         super()._check_state(key, state)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bsam.interrupts import Restored
 from bsam.noise import standard_normal
 from bsam.optim import options
-from bsam.optim.base import ProbingOptimizer, write
+from bsam.optim.base import ProbingOptimizer, write, write_means
 from bsam.optim.probing import Slot
 from bsam.posterior import DiagonalGaussian
 
@@ -73,7 +74,7 @@ class GaussianOptimizer(ProbingOptimizer):
     def _rates(self, group: dict[str, Any]) -> dict[str, Any]:
         """The options of a group by the letters of the algorithms."""
         return {
-            "alpha": group["lr"],
+            "alpha": group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"],
             "beta1": group["betas"][0],
             "beta2": self._kept(group),
             "delta": group["prior_precision"] / self.effective_num_data,
@@ -98,13 +99,20 @@ class GaussianOptimizer(ProbingOptimizer):
         )
         return torch.addcmul(slot.mean.to(slot.dtype), e, self._posterior_std(slot))
 
-    def _move(self, slot: Slot, mean: Tensor, state: dict[str, Tensor], accept: Tensor | None) -> None:
-        """Write new weights and state, and count the step, unless `accept` is given and false."""
-        write(slot.parameter, mean, accept)
-        for name, value in {**state, "step": slot.state["step"] + 1}.items():
-            write(slot.state[name], value, accept)
+    def _move(self, moves: Iterable[tuple[Slot, Tensor, dict[str, Tensor]]], accept: Tensor | None) -> None:
+        """Write new weights and state, and count the step, unless `accept` is given and false.
 
-    def _keep(self, slots: list[Slot]) -> None:
+        All of them are computed before the first is written: a formula that raises leaves everything as it was.
+        """
+        for slot, mean, state in list(moves):
+            write(slot.parameter, mean, accept)
+            for name, value in {**state, "step": slot.state["step"] + 1}.items():
+                write(slot.state[name], value, accept)
+
+    def _keep(self, slots: list[Slot], accept: Tensor | None = None) -> None:
+        starts = any(slot.parameter not in self.state for slot in slots)
+        if accept is not None and starts and not bool(accept):  # read from the device in a first step only
+            return
         for slot in slots:
             self.state[slot.parameter] = slot.state
 
@@ -138,8 +146,7 @@ class GaussianOptimizer(ProbingOptimizer):
             prior_precision={s.parameter: float(s.group["prior_precision"]) for s in slots},
         )
 
-    @contextlib.contextmanager
-    def sampled(self, draw: int | None = None) -> Iterator[None]:
+    def sampled(self, draw: int | None = None) -> contextlib.AbstractContextManager[None]:
         """Put one sample of the posterior into the model; the mean comes back when the block ends.
 
         Blocks may be nested: an inner one replaces the sample by another. Frozen parameters stay as they are.
@@ -147,34 +154,7 @@ class GaussianOptimizer(ProbingOptimizer):
         Args:
             draw: Number of the sample: the same number at the same step is the same sample. By default the next one.
         """
-        outermost = self._means is None
-        if outermost:
-            self._refuse_if_away("sample the posterior")
-        if draw is not None and draw < 0:
-            raise ValueError(f"draw={draw} must be >= 0: it numbers the samples of the posterior.")
-        if draw is None:
-            draw, self._draws = self._draws, self._draws + 1
-        slots = self._slots()  # what to put back: the mean, or the outer sample
-        if outermost:
-            self._means, self._away = {slot.parameter: slot.mean for slot in slots}, "inside sampled()"
-        try:
-            self._write_sample(slots, draw)
-            yield
-        finally:
-            with torch.no_grad():
-                for slot in slots:
-                    slot.parameter.copy_(slot.mean)
-            torch.clear_autocast_cache()
-            if outermost:
-                self._means, self._away = None, None
-
-    @torch.no_grad()
-    def _write_sample(self, slots: list[Slot], draw: int) -> None:
-        assert self._means is not None
-        for slot in slots:
-            mean = self._means.get(slot.parameter, slot.mean)
-            slot.parameter.copy_(self._sample(dataclasses.replace(slot, mean=mean), -1 - draw))
-        torch.clear_autocast_cache()
+        return _Sampled(self, draw)
 
     # ------------------------------------------------------------------ torch.optim's contract
 
@@ -210,3 +190,38 @@ class GaussianOptimizer(ProbingOptimizer):
         # torch casts what it loads to the parameter's type; a bfloat16 average with beta2 = 0.999 never moves.
         fresh = self._fresh_state(parameter, self.param_groups[0])
         self.state[parameter] = {k: torch.as_tensor(saved[k]).to(v, copy=True) for k, v in fresh.items()}
+
+
+class _Sampled(Restored):
+    """`GaussianOptimizer.sampled`."""
+
+    def __init__(self, optimizer: GaussianOptimizer, draw: int | None) -> None:
+        self._optimizer, self._draw = optimizer, draw
+
+    def _change(self) -> None:
+        optimizer, draw = self._optimizer, self._draw
+        self._slots: list[Slot] = []
+        self._outermost = False
+        if optimizer._means is None:
+            optimizer._refuse_if_away("sample the posterior")
+        if draw is not None and draw < 0:
+            raise ValueError(f"draw={draw} must be >= 0: it numbers the samples of the posterior.")
+        if draw is None:
+            draw, optimizer._draws = optimizer._draws, optimizer._draws + 1
+        self._slots = optimizer._slots()  # what to put back: the mean, or the outer sample
+        if optimizer._means is None:
+            optimizer._means = {slot.parameter: slot.mean for slot in self._slots}
+            optimizer._away = "inside sampled()"
+            self._outermost = True
+        with torch.no_grad():
+            for slot in self._slots:
+                mean = optimizer._means.get(slot.parameter, slot.mean)
+                slot.parameter.copy_(optimizer._sample(dataclasses.replace(slot, mean=mean), -1 - draw))
+        torch.clear_autocast_cache()
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            write_means(self._slots)
+        torch.clear_autocast_cache()
+        if self._outermost:
+            self._optimizer._means, self._optimizer._away = None, None

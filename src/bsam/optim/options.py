@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def non_negative(name: str, value: Any, hint: str = "") -> None:
-    """Accept finite numbers >= 0; a tensor of one element counts as its number."""
+    """Accept finite numbers >= 0; a tensor without dimensions counts as its number."""
     number = _number(name, value)
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{name}={value} must be a finite number >= 0. {hint}".rstrip())
@@ -54,6 +54,8 @@ def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
 def _number(name: str, value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"Tensor {name} must be 1-element, not of shape {tuple(value.shape)}.")
+    if isinstance(value, Tensor) and value.dim() > (name == "lr"):  # torch takes learning rates of shape (1,)
+        raise ValueError(f"{name} is a tensor of shape {tuple(value.shape)}: write a number, or torch.tensor(0.1).")
     if isinstance(value, bool) or not isinstance(value, numbers.Real | Tensor):
         raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}.")
     try:

@@ -28,6 +28,7 @@ State: the base optimizer's own. `state` and `param_groups` are shared with it, 
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -116,8 +117,13 @@ class SAM(ProbingOptimizer):
             )
         self.defaults = {**self.base_optimizer.defaults, **defaults}
         for group in self.base_optimizer.param_groups:
+            self._check_keys(group)
             self._check_group(group)
         self.param_groups, self.state = self.base_optimizer.param_groups, self.base_optimizer.state
+
+    def _check_keys(self, group: dict[str, Any]) -> None:
+        if "base_optimizer" in self.__dict__:  # which is made of the groups, and knows the other options
+            super()._check_keys(group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -144,10 +150,23 @@ class SAM(ProbingOptimizer):
         tally.add("gradient", grad_at(perturbed))  # line 4
 
     def _update(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
-        if accept is None or bool(accept):  # the base optimizer cannot select on the device
-            step = type(self.base_optimizer).step
-            step = getattr(step, "__wrapped__", step)  # without hooks: torch's global ones run once, for SAM's step
-            step(self.base_optimizer)  # line 5, with the gradients that ProbingOptimizer.step left in p.grad
+        if accept is not None and not bool(accept):  # the base optimizer cannot select on the device
+            return
+        stepped = {slot.parameter for slot in slots}
+        idle = [(p, p.grad) for group in self.param_groups for p in group["params"] if p not in stepped]
+        before = _Undo(self.base_optimizer)
+        step = type(self.base_optimizer).step
+        step = getattr(step, "__wrapped__", step)  # without hooks: torch's global ones run once, for SAM's step
+        try:
+            for parameter, _ in idle:
+                parameter.grad = None  # a frozen parameter may have one of an earlier step
+            step(self.base_optimizer)  # line 5, with the gradients that ProbingOptimizer left in p.grad
+        except BaseException:
+            before.restore()
+            raise
+        finally:
+            for parameter, grad in idle:
+                parameter.grad = grad
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; options left out take the optimizer's defaults."""
@@ -156,6 +175,13 @@ class SAM(ProbingOptimizer):
         else:
             super().add_param_group(param_group)
 
+    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super()._check_state_dict(state_dict)
+        for key, state in state_dict["state"].items():
+            for name, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, Tensor) and not bool(value.isfinite().all()):
+                    raise ValueError(f"the loaded {name!r} of parameter {key} is not finite everywhere.")
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "base_optimizer": self.base_optimizer}
 
@@ -163,3 +189,32 @@ class SAM(ProbingOptimizer):
         super().__setstate__(state)
         # State and groups are new objects now, here as after load_state_dict: share them again.
         self.base_optimizer.__setstate__({"state": self.state, "param_groups": self.param_groups})
+
+
+class _Undo:
+    """Options and state of an optimizer, to be put back in place if its step raises."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._groups = [(group, dict(group)) for group in optimizer.param_groups]
+        self._state = optimizer.state
+        self._saved = {
+            parameter: {
+                key: (value, value.clone() if isinstance(value, Tensor) else copy.deepcopy(value))
+                for key, value in state.items()
+            }
+            for parameter, state in optimizer.state.items()
+            if isinstance(state, dict)  # hooks of the user may leave anything there
+        }
+
+    def restore(self) -> None:
+        """Put everything back, into the same tensors."""
+        for group, before in self._groups:
+            group.clear()
+            group.update(before)
+        for parameter in [p for p, state in self._state.items() if isinstance(state, dict) and p not in self._saved]:
+            del self._state[parameter]
+        for parameter, values in self._saved.items():
+            state = self._state[parameter]
+            state.clear()
+            for key, (value, copied) in values.items():
+                state[key] = value.copy_(copied) if isinstance(value, Tensor) else copied

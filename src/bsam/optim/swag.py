@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bsam.interrupts import deferred
 from bsam.optim import options
 from bsam.posterior import LowRankGaussian
 from bsam.posterior.base import check_same_layout, first_few, named_buffers, named_parameters
@@ -99,13 +100,17 @@ class SWAG:
 
     def step(self) -> None:
         """Count a step of the optimizer, and take a snapshot if it is time for one."""
-        if (self.num_steps + 1) % self.interval == 0:
-            self.collect()
-        self.num_steps += 1
+        with deferred():
+            if (self.num_steps + 1) % self.interval == 0:
+                self.collect()
+            self.num_steps += 1
 
-    @torch.no_grad()
     def collect(self) -> None:
         """Take a snapshot of the model's weights now."""
+        with deferred(), torch.no_grad():
+            self._collect()
+
+    def _collect(self) -> None:
         parameters = named_parameters(self.model)
         bad = [name for name in self._mean if not bool(parameters[name].isfinite().all())]
         if bad:
@@ -189,12 +194,14 @@ class SWAG:
                 f"be {min(count, rank)}."
             )
         like = self._mean
-        self.rank, self.interval = rank, interval
-        self.num_steps, self.num_snapshots = state_dict["num_steps"], count
-        self._mean = {name: state_dict["mean"][name].to(t, copy=True) for name, t in like.items()}
-        self._variance = {name: state_dict["variance"][name].to(t, copy=True) for name, t in like.items()}
+        mean = {name: state_dict["mean"][name].to(t, copy=True) for name, t in like.items()}
+        variance = {name: state_dict["variance"][name].to(t, copy=True) for name, t in like.items()}
         loaded = {name: state_dict["deviations"][name].to(t, copy=True) for name, t in like.items()}
-        self._deviations = deque(({name: d[i] for name, d in loaded.items()} for i in range(min(count, rank))), rank)
+        snapshots = [{name: d[i] for name, d in loaded.items()} for i in range(min(count, rank))]
+        with deferred():
+            self.rank, self.interval = rank, interval
+            self.num_steps, self.num_snapshots = state_dict["num_steps"], count
+            self._mean, self._variance, self._deviations = mean, variance, deque(snapshots, rank)
 
     def __repr__(self) -> str:
         return (

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from bsam import batch_norm as bn
 from bsam.forward import map_tensors
-from bsam.gradients import LossFunction, LossModule, keys_of, reached_by, without_autocast
+from bsam.gradients import LossFunction, LossModule, fails_again, keys_of, reached_by, without_autocast
 from bsam.kernels.layers import our_layers
 from bsam.optim.probing import Prober, Slot, Tally
 
@@ -143,14 +143,15 @@ class GradAtStack:
         All sub-batches are averaged at once: the stack along dimension 0 is of one.
         """
 
-        def one(weights: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        def one(weights: list[Tensor], rows: list[Tensor], buffers: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
             named = self._unpack(weights)
 
             def gradient(*example: Tensor) -> tuple[list[Tensor], Tensor]:
                 part = self._part([row[None] for row in example])
 
                 def loss_at(*tensors: Tensor) -> Tensor:
-                    loss: Tensor = functional_call(self._loss_module, dict(zip(named, tensors, strict=True)), (part,))
+                    handed = dict(zip(named, tensors, strict=True)) | buffers  # or one that is replaced would stay
+                    loss: Tensor = functional_call(self._loss_module, handed, (part,))
                     return loss
 
                 loss, pullback = vjp(loss_at, *named.values())[:2]
@@ -161,7 +162,7 @@ class GradAtStack:
             return found
 
         with our_layers(self._tensors[0].device):
-            gradients, losses = _vmap(one)(list(weights), self._tensors)  # (splits, examples, ...)
+            gradients, losses = _vmap(one)(list(weights), self._tensors, self.buffers)  # (splits, examples, ...)
         self.losses.append(losses.detach().mean(1))
         wide = [g.detach().to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]
         means = self._pack([g.mean((0, 1)) for g in wide])
@@ -201,6 +202,7 @@ class Together:
     def __init__(self) -> None:
         self.off = False
         self._warned = False
+        self._failure: RuntimeError | None = None  # of vmap, in the present step
         self._checked: Any = None  # the code of the last loss function: whether it can be done does not change
 
     def probe(
@@ -208,6 +210,7 @@ class Together:
     ) -> tuple[list[Tensor], dict[str, list[Tensor]]] | None:
         """The mean losses of each pass and the mean statistics over the parts, or None if a loop is to find them."""
         asked, module = optimizer.vectorise, optimizer.module
+        self._failure = None
         if self.off or asked is False or len(parts) == 1 or not slots:
             return None
         if asked is None and (module is None or _prefers_loop(slots[0].parameter.device)):
@@ -225,19 +228,28 @@ class Together:
                 self._warned = True
             return None
         buffers = bn.BufferSnapshot(bn.all_buffers(module))
-        try:
+
+        def attempt() -> tuple[list[Tensor], dict[str, list[Tensor]]]:
             self._check(module, slots, closure, parts[0][0])
             losses, statistics = _probe_together(optimizer, module, slots, closure, parts, first)
             _mark_seen(module, slots, closure, parts[0][0], statistics["gradient"])
             return losses, statistics
-        except RuntimeError as error:  # of torch.func; a mistake of the user's will come again in the loop
-            if asked:
+
+        try:
+            return attempt()
+        except RuntimeError as error:
+            if asked or not fails_again(attempt, error, buffers):
                 raise
-            buffers.restore()
-            self.off = True
-            reason = str(error).strip().partition("\n")[0].partition(". ")[0]
-            warnings.warn(f"the splits are computed in a loop, because vmap failed: {reason}", stacklevel=6)
+            self._failure = error  # a mistake of the user's will come again in the loop
             return None
+
+    def looped(self) -> None:
+        """Take notice that the loop could do it: if vmap failed before, it is not tried again."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self.off = True
+            reason = str(failure).strip().partition("\n")[0].partition(". ")[0]
+            warnings.warn(f"the splits are computed in a loop, because vmap failed: {reason}", stacklevel=6)
 
     def _check(self, module: nn.Module, slots: list[Slot], closure: LossFunction, part: tuple[Any, ...]) -> None:
         """Raise, for a loss function not met before, if the weights that are handed to it are not all it uses."""

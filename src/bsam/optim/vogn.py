@@ -242,18 +242,21 @@ class VOGN(GaussianOptimizer):
         tally.add("curvature", h_hat)
 
     def _update(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
-        for slot, g_hat, h_hat in zip(slots, statistics["gradient"], statistics["curvature"], strict=True):
-            state = slot.state
-            mu, m, s = update(
-                slot.mean.to(slot.dtype),
-                state["momentum"],
-                state["curvature"],
-                g_hat,
-                h_hat,
-                started=self._started(slot),
-                **self._rates(slot.group),
-            )
-            self._move(slot, mu, {"momentum": m, "curvature": s}, accept)
+        columns = zip(slots, statistics["gradient"], statistics["curvature"], strict=True)
+        self._move((self._moved(slot, g_hat, h_hat) for slot, g_hat, h_hat in columns), accept)
+
+    def _moved(self, slot: Slot, g_hat: Tensor, h_hat: Tensor) -> tuple[Slot, Tensor, dict[str, Tensor]]:
+        """The slot with its new weights and state."""
+        mu, m, s = update(
+            slot.mean.to(slot.dtype),
+            slot.state["momentum"],
+            slot.state["curvature"],
+            g_hat,
+            h_hat,
+            started=self._started(slot),
+            **self._rates(slot.group),
+        )
+        return slot, mu, {"momentum": m, "curvature": s}
 
     def _check_state(self, key: Any, state: dict[str, Any]) -> None:
         super()._check_state(key, state)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from bsam.batch_norm import BufferSnapshot, all_buffers
 from bsam.files import Settings, naming, read_file, write_file
+from bsam.interrupts import Restored, deferred, interruptible
 
 __all__ = ["Posterior", "clean_names", "preserved", "read_posterior"]
 
@@ -93,24 +94,20 @@ class Posterior(Protocol):
             return self
         return self._from_contents(moved, settings)
 
-    @contextlib.contextmanager
-    def sampled(self, model: nn.Module, generator: torch.Generator) -> Iterator[None]:
+    def sampled(self, model: nn.Module, generator: torch.Generator) -> contextlib.AbstractContextManager[None]:
         """Put one sample, and the posterior's buffers, into `model` until the block ends.
 
         Weights and buffers are written in place, and all of the model's come back however the block ends: what is
         written to them inside is lost. Blocks nest: the outer sample returns when the inner block ends. The
         optimizers of this package take no step inside.
         """
-        self.check_fits(model)
-        sample = self.sample(generator)
-        with preserved(model), _marked(model):
-            _write(model, sample, self.buffers)
-            yield
+        return _Sampled(self, model, generator)
 
     def write_mean(self, model: nn.Module) -> None:
         """Put the mean, and the posterior's buffers, into `model` for good."""
         self.check_fits(model)
-        _write(model, self.mean, self.buffers)
+        with deferred():
+            _write(model, self.mean, self.buffers)
 
     def check_fits(self, model: nn.Module) -> None:
         """Raise a ValueError unless `model` has the parameters of the posterior, and its buffers among others."""
@@ -252,15 +249,25 @@ _blocks: list[Mapping[int, Tensor]] = []
 """For each block of `Posterior.sampled` that is open: its model's parameters by id."""
 
 
-@contextlib.contextmanager
-def _marked(model: nn.Module) -> Iterator[None]:
-    """Let optimizers see that `model` does not hold its own weights."""
-    block = {id(parameter): parameter for parameter in model.parameters()}
-    _blocks.append(block)
-    try:
-        yield
-    finally:
-        _blocks[:] = [other for other in _blocks if other is not block]
+class _Sampled(Restored):
+    """`Posterior.sampled`."""
+
+    def __init__(self, posterior: Posterior, model: nn.Module, generator: torch.Generator) -> None:
+        self._posterior, self._model, self._generator = posterior, model, generator
+        self._stack = contextlib.ExitStack()
+
+    def _change(self) -> None:
+        self._posterior.check_fits(self._model)
+        with interruptible():
+            sample = self._posterior.sample(self._generator)
+        self._stack.enter_context(preserved(self._model))
+        block = {id(parameter): parameter for parameter in self._model.parameters()}
+        _blocks.append(block)  # lets optimizers see that the model does not hold its own weights
+        self._stack.callback(lambda: _blocks.__setitem__(slice(None), [b for b in _blocks if b is not block]))
+        _write(self._model, sample, self._posterior.buffers)
+
+    def _restore(self) -> None:
+        self._stack.close()
 
 
 def holds_sample(parameters: Iterable[Tensor]) -> bool:

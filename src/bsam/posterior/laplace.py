@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from bsam.forward import Forward, OutputModel, batches_of, evaluating, inputs_and_labels, moved
 from bsam.gradients import PerExample, differentiable, output_sums
+from bsam.interrupts import deferred, reading
 from bsam.likelihood import check_likelihood, check_outputs, hessian_root, negative_log_likelihood
 from bsam.posterior.base import named_parameters
 from bsam.posterior.gaussian import DiagonalGaussian
@@ -94,12 +95,13 @@ def laplace(
     diagonal = [torch.zeros_like(p, dtype=torch.float64) for p in weights]
     num_batches = 0
     with (
+        deferred(),
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),  # a DataLoader draws its workers' seed from the global generator
         evaluating(model),
         differentiable(weights),
     ):
-        for batch in batches_of(data, batch_size):
+        for batch in reading(batches_of(data, batch_size)):
             inputs, labels = inputs_and_labels(batch)
             for total, part in zip(diagonal, diagonal_of(moved(inputs, weights[0].device), labels), strict=True):
                 total.add_(part)

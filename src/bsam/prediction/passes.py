@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from bsam.batch_norm import recalibrate_batch_norm, running_statistics
 from bsam.forward import Forward, OutputModel, inputs_and_labels, map_tensors, moved
+from bsam.interrupts import interruptible
 from bsam.kernels.layers import our_layers
 from bsam.posterior.base import Posterior, clean_names, named_parameters
 from bsam.prediction.averages import Average
@@ -145,7 +146,8 @@ class Passes:
             count = min(chunk, self._num_samples - start)
             stack = {name: p.new_empty((count, *p.shape)) for name, p in self._parameters.items()}
             for i in range(count):
-                sample = self._posterior.sample(generator)
+                with interruptible():
+                    sample = self._posterior.sample(generator)
                 given = [sample[name].to(weights.dtype) for name, weights in stack.items()]
                 torch._foreach_copy_([weights[i] for weights in stack.values()], given)
             yield stack | {name: torch.stack(each[start : start + count]) for name, each in self._statistics.items()}

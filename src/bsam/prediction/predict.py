@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from bsam.forward import Forward, batches_of, evaluating, inputs_and_labels, moved
+from bsam.interrupts import deferred, reading
 from bsam.posterior.base import Posterior, preserved
 from bsam.prediction.averages import average_for
 from bsam.prediction.passes import Passes
@@ -176,6 +177,7 @@ def at_mean(model: nn.Module, posterior: Posterior) -> Iterator[torch.device]:
     posterior.check_fits(model)
     device = next((t.device for t in chain(model.parameters(), model.buffers())), torch.device("cpu"))
     with (
+        deferred(),
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),  # a DataLoader draws its workers' seed from the global generator
         preserved(model),
@@ -191,7 +193,7 @@ def collect(
     """What `columns_of(inputs, labels)` gives for each batch, as one column of all examples each."""
     columns: list[dict[str, Tensor | None]] = []
     labelled: bool | None = None
-    for i, batch in enumerate(batches):
+    for i, batch in enumerate(reading(batches)):
         inputs, labels = inputs_and_labels(batch)
         if labelled is not None and labelled != (labels is not None):
             raise ValueError(f"batch {i} has {'no ' if labelled else ''}labels, unlike those before: all or none.")

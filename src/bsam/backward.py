@@ -1,0 +1,150 @@
+"""Calls of `backward()` by a closure: what they differentiate, and which gradients they may leave.
+
+A closure may call `backward()` itself. Then its gradient is that of the tensor it was called on, which need not be the
+loss that the closure returns; and it reaches every leaf of the graph, also those that belong to another optimizer, in
+each of the passes of a step. So while a closure runs, `torch.autograd.backward`, which `Tensor.backward` calls, is
+exchanged for a function that looks at the tensors it is given, and then calls torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bsam.interrupts import deferred, interruptible
+
+__all__ = ["watched_backward"]
+
+_TOLERANCE = 1e-2
+"""By how much, relatively, the loss may differ from what was differentiated: sums in bfloat16 are that exact."""
+
+
+class watched_backward:  # noqa: N801  # used like a function
+    """Watches the calls of `backward()` in the block, by this thread.
+
+    When the block ends every tensor has the `.grad` it had before, but for `own`.
+
+    Args:
+        own: The parameters whose gradients are asked for.
+    """
+
+    def __init__(self, own: Sequence[Tensor]) -> None:
+        self._own = {id(tensor) for tensor in own}
+        self._aside: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._differentiated: list[tuple[Tensor, Tensor | None]] = []
+        self.depth = 0
+        """How many calls are under way."""
+
+    def __enter__(self) -> watched_backward:
+        self._outer = getattr(_innermost, "watch", None)
+        _innermost.watch = self
+        _start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        _stop()
+        _innermost.watch = self._outer
+        for leaf, grad in self._aside.values():
+            leaf.grad = grad
+
+    def look(self, tensors: list[Tensor], grad_tensors: list[Tensor | None]) -> None:
+        """Take notice of a call of `backward()` that begins."""
+        leaves = _leaves(tensors)
+        others = [leaf for leaf in leaves if id(leaf) not in self._own]
+        if self.depth == 0 and len(others) < len(leaves):  # deeper calls are torch's: activation checkpointing
+            grads = grad_tensors if len(grad_tensors) == len(tensors) else [None] * len(tensors)
+            self._differentiated += [(t.detach(), g) for t, g in zip(tensors, grads, strict=True)]
+        for leaf in others:
+            if id(leaf) not in self._aside:
+                self._aside[id(leaf)] = leaf, leaf.grad
+                leaf.grad = None
+
+    def check(self, loss: Tensor) -> None:
+        """Raise unless the closure differentiated the loss that it returned."""
+        calls = self._differentiated
+        if not calls or (len(calls) == 1 and calls[0][1] is None and _same_memory(calls[0][0], loss)):
+            return
+        total = sum(float((t if g is None else t * g).sum()) for t, g in calls)
+        value = float(loss.detach().sum())
+        near = abs(total - value) <= _TOLERANCE * max(abs(total), abs(value)) + 1e-6
+        if math.isfinite(total) and math.isfinite(value) and not near:
+            raise ValueError(
+                f"the closure called backward() on {total:.6g} and returned the loss {value:.6g}: the gradient would "
+                "be that of another loss, say of a scaled one. Return the tensor that you call backward() on, or leave "
+                "backward() out."
+            )
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.numel() == b.numel() == 1 and a.dtype == b.dtype
+
+
+def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves of the graph that a backward pass would give gradients to."""
+    leaves = [t for t in tensors if t.requires_grad and t.is_leaf]
+    nodes = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    met = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.append(node.variable)  # type: ignore[attr-defined]
+        for following, _ in node.next_functions:
+            if following is not None and following not in met:
+                met.add(following)
+                nodes.append(following)
+    return leaves
+
+
+# ------------------------------------------------------------------ torch's function, exchanged
+
+_innermost = threading.local()
+"""`watch`: the innermost block of each thread."""
+_lock = threading.Lock()
+_blocks = 0
+"""How many are open, in all threads."""
+_exchanged: functools.partial[None] | None = None
+"""What is there in place of torch's function while one is."""
+
+
+def _start() -> None:
+    global _blocks, _exchanged
+    with _lock:
+        _blocks += 1
+        if _blocks == 1:
+            _exchanged = functools.partial(_watched, torch.autograd.backward)
+            torch.autograd.backward = _exchanged
+
+
+def _stop() -> None:
+    global _blocks
+    with _lock:
+        _blocks -= 1
+        if _blocks == 0 and _exchanged is not None and torch.autograd.backward is _exchanged:
+            torch.autograd.backward = _exchanged.args[0]
+
+
+def _watched(backward: Callable[..., None], tensors: Any, grad_tensors: Any = None, *rest: Any, **options: Any) -> None:
+    """`backward(...)`, seen by the block that this thread is in."""
+    watch: watched_backward | None = getattr(_innermost, "watch", None)
+    if watch is None:
+        backward(tensors, grad_tensors, *rest, **options)
+        return
+    with deferred():
+        watch.look([t for t in _listed(tensors) if isinstance(t, Tensor)], _listed(grad_tensors))
+        watch.depth += 1
+        try:
+            with interruptible():
+                backward(tensors, grad_tensors, *rest, **options)
+        finally:
+            watch.depth -= 1
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, Tensor) or tensors is None else list(tensors)
