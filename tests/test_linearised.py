@@ -91,17 +91,18 @@ def test_for_a_linear_model_it_is_what_samples_converge_to():
     torch.testing.assert_close(exact.mutual_information, sampled.mutual_information, rtol=0, atol=0.02)
 
 
-@pytest.mark.parametrize("std", [0.0, 0.1, 1.0, 5.0, 30.0])
+@pytest.mark.parametrize("std", [0.0, 0.1, 1.0, 1.001, 5.0, 30.0, 300.0, 1e4, 1e7])
 def test_the_sigmoid_is_averaged_exactly(std):
-    means = np.array([-40.0, -3.0, 0.0, 0.7, 12.0])
-    f, variance = torch.tensor(means), torch.full((5,), std**2, dtype=torch.float64)
-    columns = _integrated(f, variance, torch.tensor([0, 1, 0, 1, 1]))
+    means = np.array([-40.0, -3.0, 0.0, 0.7, 12.0, -3 - 2 * std, 6 * std, 29 * std, 31 * std])
+    labels = torch.arange(9) % 2
+    f, variance = torch.tensor(means), torch.full((9,), std**2, dtype=torch.float64)
+    columns = _integrated(f, variance, labels)
 
     def average(function, m):
         density = lambda z: math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)  # noqa: E731
-        kink = [min(max(-m / std, -11.0), 11.0)] if std else None
+        bend = [min(max(-(m + logit) / std, -11.0), 11.0) for logit in (-40, 0, 40)] if std else None
         return integrate.quad(
-            lambda z: density(z) * function(m + std * z), -12, 12, points=kink, epsabs=1e-13, limit=500
+            lambda z: density(z) * function(m + std * z), -12, 12, points=bend, epsabs=1e-13, limit=500
         )[0]
 
     sigmoid = lambda a: 1 / (1 + math.exp(-a)) if a > -700 else 0.0  # noqa: E731
@@ -110,12 +111,12 @@ def test_the_sigmoid_is_averaged_exactly(std):
         return sum(-q * math.log(q) for q in (p, 1 - p) if q > 0)
 
     p = np.array([average(sigmoid, m) for m in means])
-    np.testing.assert_allclose(columns["log_probs"][:, 1].exp(), p, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(columns["log_probs"][:, 1].exp(), p, rtol=0, atol=1e-9)
     np.testing.assert_allclose(columns["log_probs"].exp().sum(1), 1, rtol=1e-12)
     inner = np.array([average(lambda a: entropy(sigmoid(a)), m) for m in means])
     information = np.array([entropy(q) for q in p]) - inner
     np.testing.assert_allclose(columns["mutual_information"], np.maximum(information, 0), rtol=0, atol=1e-7)
-    assert columns["labels"].tolist() == [0, 1, 0, 1, 1]
+    assert torch.equal(columns["labels"], labels)
     assert columns["log_probs"].isfinite().all()
 
 

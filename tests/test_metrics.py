@@ -15,6 +15,7 @@ from torchmetrics.functional.classification import multiclass_accuracy, multicla
 
 from bsam import metrics as M
 
+WITH_INTERVAL = ("accuracy", "nll", "auroc", "brier")
 NAMES = ("accuracy", "nll", "ece", "auroc", "brier")
 
 # Five examples of three classes. Confidences 0.9, 0.6, 0.6, 0.5, 0.4; correct 1, 1, 0, 0, 1.
@@ -417,7 +418,7 @@ def test_bootstrap_is_recomputing_from_resampled_examples(levels):
     log_probs, labels = random_predictions(60, 4, levels=levels)
     intervals = M.summary((log_probs, labels), num_bootstrap=41, level=0.9, seed=5).intervals
     index = torch.randint(60, (41, 60), generator=torch.Generator().manual_seed(5))
-    for name in NAMES:
+    for name in WITH_INTERVAL:
         values = sorted(getattr(M, name)(log_probs[i], labels[i]) for i in index)
         assert intervals[name] == pytest.approx((values[2], values[38]), abs=1e-13)  # 5% and 95% of 0..40
     correct = log_probs.argmax(1) == labels
@@ -436,16 +437,28 @@ def test_bootstrap_in_several_chunks():
 def test_intervals_cover_the_truth():
     population = random_predictions(20_000, 3, seed=1)
     truth = M.summary(population, num_bootstrap=0)
-    names = [name for name in NAMES if name != "ece"]  # the plug-in ECE is biased
-    covered = dict.fromkeys(names, 0)
+    covered = dict.fromkeys(WITH_INTERVAL, 0)
     g = torch.Generator().manual_seed(0)
     for seed in range(200):
         index = torch.randint(20_000, (150,), generator=g)
         s = M.summary((population[0][index], population[1][index]), num_bootstrap=200, seed=seed)
-        for name in names:
-            low, high = s.intervals[name]
+        for name, (low, high) in s.intervals.items():
             covered[name] += low <= getattr(truth, name) <= high
     assert all(0.89 <= count / 200 <= 0.99 for count in covered.values()), covered  # 95% nominal
+
+
+def test_the_ece_has_no_interval_for_the_bootstrap_of_a_biased_number_covers_nothing():
+    """Calibrated probabilities: no resample comes down to the ECE of the population, which is nearly 0."""
+    log_probs, _ = random_predictions(20_000, 3, seed=1)
+    g = torch.Generator().manual_seed(0)
+    labels = torch.multinomial(log_probs.exp(), 1, generator=g)[:, 0]
+    truth = M.ece(log_probs, labels)
+    sample = torch.randint(20_000, (200,), generator=g)
+    resamples = [sample[torch.randint(200, (200,), generator=g)] for _ in range(100)]
+    assert truth < min(M.ece(log_probs[index], labels[index]) for index in resamples)
+    s = M.summary((log_probs[sample], labels[sample]), num_bootstrap=20)
+    assert set(s.intervals) == set(WITH_INTERVAL) == set(NAMES) - {"ece"}
+    assert "[" not in next(line for line in str(s).splitlines() if line.startswith("ece"))
 
 
 def test_intervals_shrink_with_n_and_grow_with_level():

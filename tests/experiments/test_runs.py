@@ -837,6 +837,20 @@ def test_resume_takes_no_settings_and_devices_must_exist(tmp_path):
         assert message in str(result.exception)
 
 
+def test_the_table_of_an_evaluation_has_intervals_but_for_the_ece(tmp_path):
+    start(tmp_path, "sgd").train()
+    result = CliRunner().invoke(app, ["evaluate", str(tmp_path), "--samples", "0", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    (summary,) = evaluate(tmp_path, samples=[0], device="cpu").values()
+    assert result.output.count("[") == 3  # accuracy, NLL and AUROC
+    low, high = summary.intervals["nll"]
+    assert f"[{low:.3f}, {high:.3f}]" in result.output
+    assert f"{summary.ece:.4f}" in result.output
+    record = json.loads((tmp_path / "record.json").read_text())["evaluations"]["test"]["0"]
+    assert "ece" in record
+    assert "ece" not in record["intervals"]
+
+
 def test_laplace_counts_its_samples(tmp_path):
     start(tmp_path, "laplace").train()
     results = evaluate(tmp_path, samples=[2, 64], device="cpu")

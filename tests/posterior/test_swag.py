@@ -111,6 +111,36 @@ def test_the_least_variance_of_swag_is_no_trouble():
     torch.testing.assert_close(q.log_prob(q.mean), expected.log_prob(expected.mean), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("v", [1.0, 1e-6, 1e-12, 1e-20, 1e-30])
+@pytest.mark.parametrize(("num_small", "num_others", "rank"), [(2, 0, 5), (1, 0, 2), (5, 0, 5), (3, 40, 6), (7, 5, 20)])
+def test_variances_that_are_tiny_beside_the_deviations(num_small, num_others, rank, v):
+    """No more of them than deviations, so that the dense covariance is far from singular."""
+    P = num_small + num_others
+    variance = torch.cat([torch.full((num_small,), v, dtype=torch.float64), draw(num_others, seed=1).square() + 0.1])
+    mean, deviations = {"a": draw(P, seed=2)}, {"a": draw(rank, P, seed=3)}
+    q = LowRankGaussian(mean, {"a": variance}, deviations, prior_precision=3.0)
+    D = deviations["a"].T
+    normal = MultivariateNormal(mean["a"], torch.diag(variance) / 2 + D @ D.T / (2 * (rank - 1)))
+    torch.testing.assert_close(q.entropy(), normal.entropy(), rtol=0, atol=1e-9)
+    for seed in range(3):
+        sample = q.sample(generator(seed))
+        torch.testing.assert_close(q.log_prob(sample), normal.log_prob(sample["a"]), rtol=0, atol=1e-5)
+    prior = MultivariateNormal(torch.zeros_like(mean["a"]), torch.eye(P, dtype=torch.float64) / 3.0)
+    torch.testing.assert_close(q.kl(), kl_divergence(normal, prior), rtol=1e-9, atol=0)
+
+
+def test_more_tiny_variances_than_deviations():
+    """A block of two deviations and fifty weights that hardly have a variance of their own."""
+    v, rank, P = 1e-30, 2, 50
+    D = draw(rank, P, seed=3)
+    q = LowRankGaussian({"a": torch.zeros(P)}, {"a": torch.full((P,), v)}, {"a": D})
+    D = q.deviations["a"].double()
+    # log det(v/2 I + D^T D / 2) = (P - 2) log(v/2) + log det(v/2 I + D D^T / 2)
+    small = torch.logdet(v / 2 * torch.eye(rank, dtype=torch.float64) + D @ D.T / 2)
+    log_det = (P - rank) * math.log(float(torch.tensor(v)) / 2) + small
+    torch.testing.assert_close(q.entropy(), 0.5 * (log_det + P * math.log(2 * math.pi * math.e)), rtol=1e-12, atol=0)
+
+
 def test_without_deviations_it_is_a_diagonal_gaussian_of_half_the_variance():
     q = make(fixed=False)
     bare = LowRankGaussian(q.mean, q.variance, {n: torch.zeros_like(d) for n, d in q.deviations.items()})

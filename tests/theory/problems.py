@@ -41,6 +41,21 @@ def wavy(curvature, linear, sines=(), logistics=()):
     return Loss(value, gradient, hessian, majorant=majorant)
 
 
+def moved(loss, center):
+    """The loss theta -> loss(theta - center), for a majorant without slope."""
+    bound = loss.majorant
+    assert bound.slope == 0
+    center = np.asarray(center)
+    linear = bound.linear - (bound.curvature * center if loss.dim == 1 else bound.curvature @ center)
+    return Loss(
+        lambda theta: loss(theta - center),
+        lambda theta: loss.gradient(theta - center),
+        lambda theta: loss.hessian(theta - center),
+        loss.dim,
+        Majorant(float(bound(-center)), linear, curvature=bound.curvature),
+    )
+
+
 def number(low, high):
     return st.floats(low, high).map(lambda x: round(x, 3))
 

@@ -21,12 +21,20 @@ from bsam.theory.fenchel import (
 from bsam.theory.gaussian import Diagonal, Full, Isotropic, Univariate
 from bsam.theory.losses import Loss, Majorant, logistic_regression, quadratic, separable_data, three_minima
 
-from .problems import number, random_losses, two_dimensional, wavy
+from .problems import moved, number, random_losses, two_dimensional, wavy
 
 H = np.array([[2.0, 0.5], [0.5, 1.0]])
 CENTER = np.array([1.0, 2.0])
 V = np.array([[0.5, -0.2], [-0.2, 0.6]])
 SINE = Loss(np.sin, np.cos, lambda t: -np.sin(t), majorant=Majorant(1.0))
+
+
+NOT_A_NUMBER = Loss(
+    lambda t: np.where(np.abs(t) > 2, np.nan, t),
+    np.ones_like,
+    np.zeros_like,
+    majorant=Majorant(1.0, slope=1.0),
+)
 
 
 def theta_to_the_fourth(majorant=None):
@@ -64,6 +72,35 @@ class TestExpectation:
             result = expectation(lambda z: np.logaddexp(0, -10 * z), 0.0, 1.0, tolerance=tolerance)
             exact = expectation(lambda z: np.logaddexp(0, -10 * z), 0.0, 1.0, tolerance=1e-13).value
             assert abs(result.value - exact) <= result.error + 1e-14
+
+    @pytest.mark.parametrize("v", [1.0, 1e2, 1e4, 1e6])
+    def test_wells_between_wide_nodes_are_seen(self, v):
+        """A bowl with three Gaussian wells: both have an expectation in closed form."""
+        center, width, depth = np.array([[-4.0, 0.0, 3.6], [0.35, 1.5, 0.3], [3.4, 2.2, 2.9]])
+        omega = np.array([-40.0, -4.0, 0.0, 3.0, 10.0, 13.0, 200.0])
+        spread = width**2 + v
+        wells = depth * width / np.sqrt(spread) * np.exp(-((omega[:, None] - center) ** 2) / (2 * spread))
+        exact = -3 - 0.06 * (omega**2 + v) + wells.sum(1)
+        for at, value in zip(omega, exact, strict=True):
+            found = expected_negative_loss(three_minima(), at, v)
+            assert abs(found.value - value) <= 1e-10 * (1 + abs(value))
+
+    def test_a_wide_gaussian_in_the_plane(self):
+        well = lambda t: -np.exp(-((t - CENTER) ** 2).sum(-1) / 2)  # noqa: E731
+        found = expectation(well, np.array([9.0, -7.0]), 100 * np.eye(2), dim=2)
+        distance = ((np.array([9.0, -7.0]) - CENTER) ** 2).sum()
+        np.testing.assert_allclose(found.value, -np.exp(-distance / 202) / 101, rtol=1e-8)
+
+    def test_the_resolution_is_the_callers(self):
+        narrow = lambda t: np.exp(-((t - 10.3) ** 2) / (2 * 0.01**2))  # noqa: E731
+        exact = 0.01 / np.sqrt(1 + 0.01**2 / 100**2) / 100 * np.exp(-(10.3**2) / (2 * (100**2 + 0.01**2)))
+        np.testing.assert_allclose(expectation(narrow, 0.0, 1e4, resolution=0.02).value, exact, atol=1e-9)
+        with pytest.raises(RuntimeError, match=r"resolution=0\.0001, raise"):
+            expectation(narrow, 0.0, 1e4, resolution=1e-4)
+
+    def test_a_function_that_is_not_finite_is_an_error(self):
+        with pytest.raises(ValueError, match=r"not finite.*logaddexp"):
+            expected_negative_loss(NOT_A_NUMBER, 0.0, 1.0)
 
     def test_an_unreachable_tolerance_is_an_error(self):
         with pytest.raises(RuntimeError, match="max_points"):
@@ -117,6 +154,16 @@ class TestMaxLoss:
             J = loss(m + grid) - ((grid @ S) * grid).sum(1) / 2
             assert J.max() <= value <= J.max() + 1e-3
             np.testing.assert_allclose(loss.gradient(m + eps), S @ eps, atol=1e-5)
+
+    def test_far_from_zero(self):
+        for center in (50.0, 1e4, 1e6):
+            m = np.linspace(-5.1, 4.9, 11)
+            value, eps = max_loss(moved(three_minima(), center), center + m, 1.0)
+            near = max_loss(three_minima(), m, 1.0)
+            np.testing.assert_allclose(value, near.value, rtol=1e-8)
+            np.testing.assert_allclose(eps, near.perturbation, atol=1e-6)
+        both = max_loss(three_minima(), [-1e3, 0.3, 1e3], 1.0).value
+        np.testing.assert_array_equal(both, [max_loss(three_minima(), m, 1.0).value for m in (-1e3, 0.3, 1e3)])
 
     def test_a_precision_given_as_a_number(self):
         loss = two_dimensional()
@@ -297,6 +344,59 @@ class TestBiconjugate:
         assert len(minima(f[7])) == 3 > len(minima(relaxed.value[7]))
         assert len(minima(f[-1])) == len(minima(relaxed.value[-1])) == 1
 
+    @pytest.mark.parametrize("center", [30.0, 1e3, -1e4, 1e6])
+    def test_far_from_zero(self, center):
+        omega, v = np.array([-4.0, 0.5, 3.6]), np.array([0.5, 2.0, 0.0])
+        near = biconjugate(three_minima(), omega, v, tolerance=1e-6)
+        far = biconjugate(moved(three_minima(), center), omega + center, v, tolerance=1e-6)
+        np.testing.assert_allclose(far.value, near.value, atol=2e-6)
+        np.testing.assert_allclose(far.natural[1], near.natural[1], rtol=1e-2)
+        # lambda' moves with the Gaussian that it belongs to
+        np.testing.assert_allclose(far.natural[0], near.natural[0] - 2 * near.natural[1] * center, rtol=1e-2)
+
+    def test_means_far_from_each_other(self):
+        omega = np.array([[-1e4, 2.0], [0.0, 1e4]])
+        value = biconjugate(three_minima(), omega, 1.0).value
+        bowl = 3 + 0.06 * (1e8 + 1)  # nothing else is left so far out
+        np.testing.assert_allclose(value[[0, 1], [0, 1]], -bowl, rtol=1e-9)
+        near = [worst_case(three_minima(), Univariate(), at, 1.0).value for at in (2.0, 0.0)]
+        np.testing.assert_allclose(value[[0, 1], [1, 0]], near, atol=1e-5)
+
+    @pytest.mark.parametrize("constant", [0.0, 1.0, 100.0, 1e4])
+    @pytest.mark.parametrize(("omega", "v"), [(0.0, 0.01), (0.0, 1.0), (1.0, 1.0), (0.0, 4.0), (2.0, 0.5)])
+    def test_a_majorant_that_does_not_hold_is_refused(self, constant, omega, v):
+        """f** of theta^4 is minus infinity, whatever its author says."""
+        loss = theta_to_the_fourth(Majorant(constant, curvature=4.0))
+        with pytest.raises(ValueError, match="exceeds majorant"):
+            biconjugate(loss, omega, v)
+        with pytest.raises(ValueError, match="exceeds majorant"):
+            worst_case(loss, Univariate(), omega, v)
+        with pytest.raises(ValueError, match="exceeds majorant"):
+            conjugate(loss, (0.0, -1e6))
+
+    def test_a_majorant_that_does_not_hold_nearby_is_refused(self):
+        """Far out it does: a bump at 1.3 is above it, and only the grid of the hull and the atoms go there."""
+        bump = lambda t: 5 * np.exp(-((t - 1.3) ** 2) / 0.02)  # noqa: E731
+        loss = Loss(bump, lambda t: -(t - 1.3) / 0.01 * bump(t), bump, majorant=Majorant(1.0))
+        with pytest.raises(ValueError, match="exceeds majorant"):
+            biconjugate(loss, 0.0, 0.5)
+        with pytest.raises(ValueError, match="exceeds majorant"):
+            worst_case(loss, Univariate(), 1.0, 0.5)
+
+    def test_a_loss_that_is_not_finite_is_an_error(self):
+        for ask in (
+            lambda: biconjugate(NOT_A_NUMBER, 0.0, 1.0),
+            lambda: biconjugate(NOT_A_NUMBER, -30.0, 1.0),
+            lambda: worst_case(NOT_A_NUMBER, Univariate(), 0.0, 1.0),
+            lambda: max_loss(NOT_A_NUMBER, 0.0, 1.0),
+            lambda: max_loss_in_ball(NOT_A_NUMBER, 0.0, 3.0),
+        ):
+            with pytest.raises(ValueError, match=r"loss=nan at theta=-?[\d.]+: a loss must be finite"):
+                ask()
+        plane = Loss(lambda t: np.full(t.shape[:-1], np.nan), lambda t: t, lambda t: t, dim=2)
+        with pytest.raises(ValueError, match="loss=nan at theta"):
+            max_loss_in_ball(plane, np.zeros(2), 1.0)
+
     def test_what_is_refused(self):
         with pytest.raises(ValueError, match="not negative"):
             biconjugate(SINE, 0.0, -1.0)
@@ -323,6 +423,27 @@ class TestWorstCase:
         f_star = conjugate(loss, (worst.natural[0], family.matrix(worst.natural[1]))).value
         bound = family.inner(worst.natural, family.expectation(mean, covariance)) - f_star
         np.testing.assert_allclose(worst.value, bound, atol=1e-6)
+
+    def test_bounds_that_cross_are_an_error(self):
+        """The first two atoms are on spikes, over which the search for f* steps."""
+        spikes = lambda t: sum(np.exp(-((t - at) ** 2) / (2 * 1e-4**2)) for at in (-0.993, 1.007))  # noqa: E731
+        loss = Loss(spikes, np.zeros_like, np.zeros_like, majorant=Majorant(1.0))
+        with pytest.raises(RuntimeError, match=r"lower bound on f\*\* is .* smaller resolution"):
+            worst_case(loss, Univariate(), 0.007, 1.0)
+
+    @pytest.mark.parametrize("shift", [1e3, 1e6])
+    def test_far_from_zero(self, shift):
+        near = worst_case(three_minima(), Univariate(), -4.0, 0.5)
+        far = worst_case(moved(three_minima(), shift), Univariate(), shift - 4.0, 0.5)
+        np.testing.assert_allclose(far.value, near.value, atol=1e-6)
+        np.testing.assert_allclose(far.weights @ far.atoms, shift - 4.0, rtol=1e-12)
+        center = np.array([shift, -2 * shift])
+        near = worst_case(two_dimensional(), Full(2), np.zeros(2), V, tolerance=1e-5)
+        far = worst_case(moved(two_dimensional(), center), Full(2), center, V, tolerance=1e-5)
+        np.testing.assert_allclose(far.value, near.value, atol=2e-5)
+        assert far.error >= 0
+        np.testing.assert_allclose(far.natural[1], near.natural[1], atol=1e-2)
+        np.testing.assert_allclose(far.natural[0], near.natural[0] - 2 * near.natural[1] @ center, rtol=1e-2)
 
     def test_more_moments_help(self):
         """The smaller the family, the larger the set of distributions with the same expected statistics."""

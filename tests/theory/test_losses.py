@@ -49,6 +49,20 @@ class TestEveryLoss:
         bound = loss.majorant(theta)
         assert (loss(theta) <= bound + 1e-9 * (1 + np.abs(bound))).all()
 
+    def test_majorant_around_another_point(self, loss):
+        generator = np.random.default_rng(0)
+        for center in generator.normal(scale=10, size=(20, loss.dim)):
+            at = center[0] if loss.dim == 1 else center
+            theta = 10 ** generator.uniform(-2, 3, (200, 1)) * generator.normal(size=(200, loss.dim))
+            theta = theta[:, 0] if loss.dim == 1 else theta
+            bound, around = loss.majorant(theta), loss.majorant.around(at)(theta - at)
+            assert (around >= bound - 1e-9 * (1 + np.abs(bound))).all()
+            if loss.majorant.slope == 0:  # else it is a bound on a bound
+                np.testing.assert_allclose(around, bound, rtol=1e-9, atol=1e-9)
+
+    def test_the_look_far_out_finds_nothing_wrong(self, loss):
+        assert loss.checked_majorant is loss.majorant
+
     def test_nothing_beyond_the_radius(self, loss):
         """The promise of Majorant.radius, on which every global search rests."""
         m = np.asarray(0.7) if loss.dim == 1 else np.array([0.7, -0.4])
@@ -60,6 +74,25 @@ class TestEveryLoss:
         penalty = ((eps @ np.atleast_2d(S)) * eps).sum(1) / 2
         J = loss(m + (eps[:, 0] if loss.dim == 1 else eps)) - penalty
         assert (loss(m) + 1e-9 * (1 + penalty) >= J).all()
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize(
+    "function", [lambda t: t**4, lambda t: np.abs(t) ** 2.5, np.cosh, lambda t: 1.3 * t**2 + t], ids=range(4)
+)
+def test_growth_beyond_the_majorant_is_seen_far_out(function, dim):
+    """Wherever the loss is asked for: near zero, none of these is above its bound."""
+    bound = Majorant(50.0, curvature=2.0 if dim == 1 else 2 * np.eye(2))
+    value = function if dim == 1 else lambda t: function(t[..., 0])
+    loss = Loss(value, value, value, dim, bound)
+    with pytest.raises(ValueError, match=r"exceeds majorant.*Declare a majorant"):
+        _ = loss.checked_majorant
+
+
+def test_an_overflow_far_out_is_no_growth():
+    with np.errstate(over="ignore"):
+        softplus = Loss(lambda t: np.log(1 + np.exp(t)), np.exp, np.exp, majorant=Majorant(1.0, slope=1.0))
+        assert softplus.checked_majorant is softplus.majorant
 
 
 def test_three_minima_as_advertised():

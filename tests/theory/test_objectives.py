@@ -5,7 +5,7 @@ from scipy.optimize import brentq, minimize, root
 
 from bsam.theory.fenchel import biconjugate, max_loss
 from bsam.theory.gaussian import Full, Isotropic, Univariate
-from bsam.theory.losses import quadratic, three_minima
+from bsam.theory.losses import logistic_regression, quadratic, separable_data, three_minima
 from bsam.theory.objectives import (
     bayes_objective,
     elbo,
@@ -234,6 +234,23 @@ class TestTheorem2:
                 m = grid[relaxed_objective(loss, grid, sigma, delta_prime).value.argmin()]
                 h = 0.5 / (1 - 0.5 * sigma**2)  # the curvature of sup_eps
                 np.testing.assert_allclose(m, 2.0 * h / (h + delta_prime), atol=6e-3)
+
+    @pytest.mark.parametrize(("rho", "delta"), [(0.05, 0.1), (0.2, 0.5), (0.2, 1.0)])
+    def test_a_perturbation_that_is_not_the_worst_for_its_sigma_is_refused(self, rho, delta):
+        """Separable classes: the loss is nearly flat at theta, so sigma is wide, and far away the loss is steep."""
+        loss = logistic_regression(*separable_data())
+        theta, eps = sam_solution(loss, rho, delta)
+        np.testing.assert_allclose(eps, sam_objective(loss, theta, rho, delta).perturbation, atol=1e-5)
+        sigma = np.sqrt(rho / np.linalg.norm(loss.gradient(theta + eps)))
+        assert rho_of_relaxation(loss, theta, sigma) > 10 * rho  # the way back leads elsewhere
+        with pytest.raises(ValueError, match=r"does not attain the supremum.*smaller rho"):
+            relaxation_of_sam(loss, theta, eps, delta)
+
+    def test_the_same_loss_with_a_smaller_rho_is_covered(self):
+        loss = logistic_regression(*separable_data())
+        theta, eps = sam_solution(loss, 0.02, 1.0)
+        sigma, _ = relaxation_of_sam(loss, theta, eps, 1.0)
+        np.testing.assert_allclose(rho_of_relaxation(loss, theta, sigma), 0.02, rtol=1e-6)
 
     def test_a_maximum_inside_the_ball_is_refused(self):
         hill = wavy(0.1, 0.0, [(1.0, 1.0, np.pi / 2)])  # cos

@@ -257,14 +257,16 @@ def evaluate(
     results = evaluate_run(
         run, samples=counts, part=part, temperature=temperature, device=device, data=data, again=again
     )
-    title = f"{escape(str(run))}, {part}: 95% intervals"
+    title = f"{escape(str(run))}, {part}: 95% intervals (the ECE has none)"
     table = Table("samples", "accuracy ↑", "NLL ↓", "ECE ↓", "AUROC ↑", title=title, box=box.SIMPLE, pad_edge=False)
     for count, summary in results.items():
         cells = []
         for metric, digits in experiment.DIGITS.items():
             scale = 100 if metric == "accuracy" else 1
-            low, high = (scale * end for end in summary.intervals[metric])
-            cells.append(f"{scale * getattr(summary, metric):.{digits}f}\n\\[{low:.{digits}f}, {high:.{digits}f}]")
+            cells.append(f"{scale * getattr(summary, metric):.{digits}f}")
+            if metric in summary.intervals:
+                low, high = (scale * end for end in summary.intervals[metric])
+                cells[-1] += f"\n\\[{low:.{digits}f}, {high:.{digits}f}]"
         table.add_row("mean" if count == "0" else count, *cells)
     Console().print(table)
 

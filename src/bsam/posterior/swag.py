@@ -6,14 +6,24 @@ NeurIPS; section 3.3. With a variance v_j for each weight, K deviations as the c
     Sigma  =  scale (1/2 diag(v) + 1 / (2 (K - 1)) D D^T)
     theta  =  mu + sqrt(scale) (sqrt(v / 2) z_1 + D z_2 / sqrt(2 (K - 1))),      z_1, z_2 ~ N(0, I)
 
-With A = scale v / 2, U = sqrt(scale / (2 (K - 1))) D, C = I + U^T A^-1 U and r = theta - mu, densities need matrices of
-K x K only:
+With A = scale v / 2, U = sqrt(scale / (2 (K - 1))) D, W = A^-1/2 U, C = I + W^T W and r = A^-1/2 (theta - mu),
+densities need matrices of K x K only:
 
-    log det Sigma      =  sum_j log A_j + log det C
-    r^T Sigma^-1 r     =  r^T A^-1 r - b^T C^-1 b,      b = U^T A^-1 r
+    log det Sigma                             =  sum_j log A_j + log det C
+    (theta - mu)^T Sigma^-1 (theta - mu)      =  min_z |r - W z|^2 + |z|^2
     KL(q || N(0, 1 / delta))  =  1/2 (sum_j delta_j (Sigma_jj + mu_j^2) - 1 - log delta_j) - 1/2 log det Sigma
 
 The sums go over the elements with v_j > 0 and are taken in float64; the others are fixed.
+
+Where a variance is tiny beside its deviations (SWAG's smallest is 1e-30), W^T W has entries of 1e30 and more, and the
+identity in C is lost to rounding. So the largest rows w_j of W are taken into C one at a time, as a Kalman filter does.
+With C^-1 = L L^T and the minimiser z before, f = L^T w_j and e = r_j - <w_j, z>,
+
+    log det C  <-  log det C + log(1 + |f|^2)              z  <-  z + L f e / (1 + |f|^2)
+    minimum    <-  minimum + e^2 / (1 + |f|^2)             L  <-  L H diag(1, .. 1 / sqrt(1 + |f|^2), .. 1)
+
+where the reflection H maps f to the k-th axis, another one for each row: a column of L that has become small stays so.
+At most K rows are so large beside L. The others are taken in together.
 """
 
 from __future__ import annotations
@@ -39,6 +49,9 @@ from bsam.posterior.base import (
 from bsam.posterior.gaussian import by_name, check_prior
 
 __all__ = ["LowRankGaussian"]
+
+_LARGEST_SHARED_ROW = 1e4
+"""Squared norm of the rows that are added together: the sum keeps twelve digits of the identity."""
 
 
 class LowRankGaussian(Posterior):
@@ -146,33 +159,26 @@ class LowRankGaussian(Posterior):
     def log_prob(self, sample: Mapping[str, Tensor]) -> Tensor:
         """The log-density of `sample`: of its sampled elements, and -inf if another is not at its mean."""
         check_same_layout("a sample", sample, self.mean)
-        quadratic = torch.zeros((), dtype=torch.float64)
-        b = torch.zeros(self.rank, dtype=torch.float64)
+        residuals = {}
         for name, mu in self.mean.items():
             theta, fixed = sample[name].to(mu.device), self.std[name] == 0
             if not bool((theta == mu)[fixed].all()):
                 return torch.tensor(-math.inf, dtype=torch.float64)
             if name in self.sampled_names:
-                a, u = self._factors(name)
-                r = (theta.double() - mu.double())[~fixed]
-                quadratic += (r.square() / a).sum().cpu()
-                b += (u @ (r / a)).cpu()
-        if not self.sampled_names:
-            return quadratic
-        root = torch.linalg.cholesky(self._capacitance())
-        quadratic -= torch.linalg.solve_triangular(root, b[:, None], upper=False).square().sum()
-        return -0.5 * (quadratic + self._log_det() + self._num_sampled * math.log(2 * math.pi))
+                residuals[name] = (theta.double() - mu.double())[~fixed]
+        log_det, quadratic = self._forms(residuals)
+        return -0.5 * (quadratic + log_det + self._num_sampled * math.log(2 * math.pi))
 
     def entropy(self) -> Tensor:
         """The differential entropy of the sampled elements; -inf if there are none, as for a point."""
         if not self.sampled_names:
             return torch.tensor(-math.inf, dtype=torch.float64)
-        return 0.5 * (self._log_det() + self._num_sampled * math.log(2 * math.pi * math.e))
+        return 0.5 * (self._forms()[0] + self._num_sampled * math.log(2 * math.pi * math.e))
 
     def kl(self) -> Tensor:
         """The divergence of the sampled elements from the prior N(0, 1 / prior_precision)."""
         check_prior(self.sampled_names, self.prior_precision)
-        total = -self._log_det()
+        total = -self._forms()[0]
         for name in self.sampled_names:
             mask, delta = self.std[name] > 0, self.prior_precision[name]
             moments = self.std[name][mask].double().square() + self.mean[name][mask].double().square()
@@ -189,26 +195,43 @@ class LowRankGaussian(Posterior):
     def _num_sampled(self) -> int:
         return sum(int((self.std[name] > 0).sum()) for name in self.sampled_names)
 
-    def _factors(self, name: str) -> tuple[Tensor, Tensor]:
-        """A, and U^T with one row a deviation, of the sampled elements of a parameter, in float64."""
-        mask = self.std[name] > 0
-        a = self.scale / 2 * self.variance[name][mask].double()
-        return a, math.sqrt(self.scale / (2 * (self.rank - 1))) * self.deviations[name][:, mask].double()
-
-    def _capacitance(self) -> Tensor:
-        """C = I + U^T A^-1 U."""
-        c = torch.eye(self.rank, dtype=torch.float64)
+    def _forms(self, residuals: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """log det Sigma, and (theta - mu)^T Sigma^-1 (theta - mu) of the given theta - mu."""
+        log_det, quadratic = torch.zeros(2, dtype=torch.float64)
+        rows, scaled = {}, {}
         for name in self.sampled_names:
-            a, u = self._factors(name)
-            c += ((u / a) @ u.T).cpu()
-        return c
-
-    def _log_det(self) -> Tensor:
-        """The logarithm of the determinant of Sigma."""
-        total = torch.logdet(self._capacitance())
-        for name in self.sampled_names:
-            total += self._factors(name)[0].log().sum().cpu()
-        return total
+            mask = self.std[name] > 0
+            a = self.scale / 2 * self.variance[name][mask].double()
+            u = math.sqrt(self.scale / (2 * (self.rank - 1))) * self.deviations[name][:, mask].double()
+            rows[name] = (u / a.sqrt()).T
+            scaled[name] = torch.zeros_like(a) if residuals is None else residuals[name] / a.sqrt()
+            log_det += a.log().sum().cpu()
+        root, z = torch.eye(self.rank, dtype=torch.float64), torch.zeros(self.rank, dtype=torch.float64)
+        for k in range(self.rank if rows else 0):
+            norms = {name: (w @ root.to(w)).square().sum(dim=1) for name, w in rows.items()}
+            name = max(norms, key=lambda name: float(norms[name].max()))
+            j = int(norms[name].argmax())
+            norm = float(norms[name][j])
+            if norm <= _LARGEST_SHARED_ROW:
+                break
+            w = rows[name][j].cpu()
+            f, e = root.T @ w, scaled[name][j].cpu() - w @ z
+            rows[name][j], scaled[name][j] = 0, 0  # taken
+            log_det += math.log1p(norm)
+            quadratic += e.square() / (1 + norm)
+            z = z + root @ f * (e / (1 + norm))
+            f[k] += math.copysign(math.sqrt(norm), f[k])  # I - 2 f f^T / |f|^2 maps the old f to the k-th axis
+            root = root - torch.outer(root @ f, f) * (2 / f.square().sum())
+            root[:, k] /= math.sqrt(1 + norm)
+        rest, b = torch.eye(self.rank, dtype=torch.float64), torch.zeros(self.rank, dtype=torch.float64)
+        for name, w in rows.items():
+            rotated, left = w @ root.to(w), scaled[name] - w @ z.to(w)
+            rest += (rotated.T @ rotated).cpu()
+            b += (rotated.T @ left).cpu()
+            quadratic += left.square().sum().cpu()
+        lower = torch.linalg.cholesky(rest)
+        quadratic -= torch.linalg.solve_triangular(lower, b[:, None], upper=False).square().sum()
+        return log_det + 2 * lower.diagonal().log().sum(), quadratic
 
     def _contents(self) -> tuple[dict[str, dict[str, Tensor]], Settings]:
         groups = {

@@ -41,14 +41,17 @@ class ClassAverage:
         self._total = 0.0  # of the weights
 
     def add(self, outputs: Tensor, weights: Tensor | None = None) -> None:
-        """Take in the outputs of some samples, (samples, n, ...), with weights (samples,) if they are not all 1."""
+        """Take in the outputs of some samples, (samples, n, ...).
+
+        Each sample counts 1, or its weight, (samples, n), where the weights sum to 1 for each example.
+        """
         log_p = self._log_probs(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
         entropies = entropy(log_p)
         if weights is not None:
-            log_p, entropies = log_p + weights.log()[:, None, None], weights[:, None] * entropies
+            log_p, entropies = log_p + weights.log()[..., None], weights * entropies
         self._log_sum = torch.logaddexp(self._log_sum.to(log_p.device), log_p.logsumexp(dim=0))
         self._entropy_sum = self._entropy_sum + entropies.sum(dim=0)
-        self._total += len(outputs) if weights is None else float(weights.sum())
+        self._total += len(outputs) if weights is None else 1
 
     def columns(self) -> dict[str, Tensor | None]:
         """The columns of `Predictions`."""

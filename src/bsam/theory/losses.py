@@ -5,8 +5,8 @@ dimension theta, gradient and Hessian are plain arrays of the same shape, so tha
 dimensions they have shapes (..., P), (..., P) and (..., P, P).
 
 Theorem 1 of the paper assumes that the loss is majorised by a quadratic. Nobody can find such a bound by looking at
-finitely many values, so a loss declares it (`Majorant`); every function that relies on it checks it wherever it
-evaluates the loss.
+finitely many values, so a loss declares it (`Majorant`). Every function that relies on the bound checks it wherever it
+evaluates the loss, and once far out, up to a million from zero, where growth faster than that of a quadratic shows.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit  # type: ignore[import-untyped]
 
 from bsam.theory.gaussian import Array
@@ -70,7 +71,25 @@ class Majorant:
         if A.ndim == 0:
             return self.constant + b * theta + self.slope * np.abs(theta) + A * theta**2 / 2
         norm = np.linalg.norm(theta, axis=-1)
-        return np.asarray(self.constant + theta @ b + self.slope * norm + ((theta @ A) * theta).sum(-1) / 2)
+        return np.asarray(self.constant + (theta * b + (theta @ A) * theta / 2).sum(-1) + self.slope * norm)
+
+    def is_exceeded(self, theta: Array, value: Array) -> NDArray[np.bool_]:
+        """Whether a loss of this value at theta is above the bound, by more than rounding explains."""
+        bound, terms = self(theta), self._absolute(theta)
+        return np.asarray(value > bound + 1e-9 * (1 + np.abs(bound)) + 1e-13 * terms)
+
+    def around(self, center: Array) -> Majorant:
+        """A bound for the loss as a function of theta - center."""
+        A = np.asarray(self.curvature)
+        constant = float(self(center) + 1e-13 * self._absolute(center))  # the terms may be large and cancel
+        return Majorant(constant, self.linear + (A * center if A.ndim == 0 else A @ center), self.slope, A)
+
+    def _absolute(self, theta: Array) -> Array:
+        """The sum of the terms' absolute values, or more."""
+        A = np.asarray(self.curvature)
+        size = np.abs(theta) if A.ndim == 0 else np.linalg.norm(theta, axis=-1)
+        slope = np.linalg.norm(self.linear) + self.slope
+        return np.asarray(abs(self.constant) + slope * size + np.linalg.norm(A) * size**2 / 2)
 
     def radius(self, mean: Array, margin: Array | float, attained: Array | float) -> Array:
         """The distance from `mean` beyond which loss(theta) - 1/2 <theta - mean, S (theta - mean)> < attained.
@@ -120,6 +139,45 @@ class Loss:
     def __call__(self, theta: ArrayLike) -> Array:
         """loss(theta)."""
         return self.value(np.asarray(theta, float))
+
+    @cached_property
+    def checked_majorant(self) -> Majorant:
+        """The majorant, after a look at the loss far out; values that overflow there are not looked at."""
+        if self.majorant is None:
+            raise ValueError(
+                "f* needs a loss that a quadratic majorises (Theorem 1), and this one declares no majorant. Write "
+                "Loss(..., majorant=Majorant(constant, ...)). If the loss grows faster than every quadratic, as "
+                "theta^4 does, f* is infinite everywhere and there is no f**: cap the loss outside the region of "
+                "interest."
+            )
+        others = np.random.default_rng(0).standard_normal((8, self.dim))
+        directions = np.concatenate([np.eye(self.dim), -np.eye(self.dim), others])
+        for radius in 2.0 ** np.arange(21):
+            theta = radius * (directions[:2, 0] if self.dim == 1 else directions)
+            with np.errstate(all="ignore"):
+                value = self(theta)
+            wrong = np.isfinite(value) & self.majorant.is_exceeded(theta, value)
+            if wrong.any():
+                raise ValueError(exceeded(self.majorant, theta[wrong][0], value[wrong][0]))
+        return self.majorant
+
+
+class Derived(Loss):
+    """A loss made from another one, with a majorant that follows from that one's `checked_majorant`."""
+
+    @cached_property
+    def checked_majorant(self) -> Majorant:
+        """The majorant: the look far out was at that of the other loss."""
+        return super().checked_majorant if self.majorant is None else self.majorant
+
+
+def exceeded(majorant: Majorant, theta: Array, value: Array) -> str:
+    """What to tell the author of a majorant that does not hold at theta."""
+    return (
+        f"loss={value:.6g} exceeds majorant={majorant(theta):.6g} at theta={theta}. Declare a majorant that holds for "
+        "all theta, with a larger constant, slope or curvature. If the loss grows faster than every quadratic, as "
+        "theta^4 does, f* is infinite everywhere: cap the loss outside the region of interest."
+    )
 
 
 def from_torch(

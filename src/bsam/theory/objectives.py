@@ -28,7 +28,8 @@ those with a single worst eps. Three things to know when one tries it:
   may be none: for the loss h/2 (theta - c)^2 and delta c < h rho, SAM's minimum is c, with norm(eps) = rho, while
   that of E_relaxed lies between 0 and c for all sigma and delta' > 0.
 - eps must also attain the supremum in E_relaxed, over all eps. The first-order condition does not say so: on the
-  sphere the loss may be more curved along eps than 1/sigma^2. `max_loss` tells.
+  sphere the loss may be more curved along eps than 1/sigma^2, or another eps may be worse. So it is for logistic
+  regression unless rho is small or delta large. `relaxation_of_sam` asks `max_loss`, and refuses such points.
 - An interior maximum of the ball (norm(eps) < rho) is excluded by assumption.
 """
 
@@ -186,14 +187,16 @@ def relaxation_of_sam(
     """Theorem 2 from left to right.
 
     Args:
-        loss: The loss.
+        loss: A loss with a majorant.
         theta: A stationary point of E_SAM, a number or a vector.
         perturbation: Its eps, on the sphere; rho is its norm.
         delta: Strength of the regulariser.
-        tolerance: How far, relative to norm(g), the two conditions may be from satisfied.
+        tolerance: How far, relative to norm(g), the two conditions may be from satisfied, and how far, relative to
+            rho norm(g), eps may be from the supremum in E_relaxed.
 
     Raises:
-        ValueError: If (theta, eps) does not satisfy the first-order conditions.
+        ValueError: If (theta, eps) does not satisfy the first-order conditions, or if another eps attains the supremum
+            in E_relaxed.
     """
     theta, eps = np.atleast_1d(np.asarray(theta, float)), np.atleast_1d(np.asarray(perturbation, float))
     g = np.atleast_1d(loss.gradient((theta + eps)[0] if loss.dim == 1 else theta + eps))
@@ -211,7 +214,17 @@ def relaxation_of_sam(
             "stationary with this one perturbation. If it minimises E_SAM, several perturbations attain the maximum "
             "(a kink) and Theorem 2 does not cover it; a larger delta or a smaller rho avoids that."
         )
-    return Relaxation((rho / norm) ** 0.5, delta)
+    sigma = (rho / norm) ** 0.5
+    place, there = (theta[0], eps[0]) if loss.dim == 1 else (theta, eps)
+    worst = max_loss(loss, place, norm / rho)
+    attained = float(loss(place + there)) - rho * norm / 2  # norm(eps)^2 / (2 sigma^2)
+    if not worst.value <= attained + tolerance * rho * norm:
+        raise ValueError(
+            f"sigma={sigma:.4g}: the perturbation {eps} does not attain the supremum in E_relaxed. It gives "
+            f"{attained:.6g}, and eps={worst.perturbation} gives {worst.value:.6g}, so Theorem 2 fails at this point. "
+            "Take a smaller rho or a larger delta, and solve for theta again."
+        )
+    return Relaxation(sigma, delta)
 
 
 def rho_of_relaxation(loss: Loss, mean: ArrayLike, sigma: float) -> float:

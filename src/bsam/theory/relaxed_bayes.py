@@ -46,6 +46,8 @@ from numpy.typing import ArrayLike
 
 from bsam.theory.derivation import learning_rule
 from bsam.theory.fenchel import conjugate_maximisers, expectation, expected_negative_loss
+from bsam.theory.fenchel.conjugates import checked_loss
+from bsam.theory.fenchel.envelope import check_bounds
 from bsam.theory.gaussian import Array, Full, Pair
 from bsam.theory.losses import Loss
 
@@ -119,6 +121,7 @@ def biconjugate_gradient(
         value = float(family.inner(natural, mu)) - f_star
         if value >= lower:
             best, lower = natural, value
+        check_bounds(upper - lower, max(tolerance, 1e-6 * (1 + abs(upper))))  # the solver's own error is 1e-7
         if upper - lower <= tolerance:
             return TangentSolution(best, lower, upper, points)
         points = np.concatenate([points, theta])
@@ -154,7 +157,7 @@ def _solve_tangents(loss: Loss, A: Array, points: Array, omega: Array, V: Array)
     """
     root = np.linalg.cholesky(V)
     z = np.linalg.solve(root, (points - omega).T).T
-    r = loss(points) - ((points @ A) * points).sum(1) / 2
+    r = checked_loss(loss, points) - ((points @ A) * points).sum(1) / 2
     g = (loss.gradient(points) - points @ A) @ root
     scale = np.linalg.norm(g, axis=1).max()
     r, g = r / scale, g / scale

@@ -116,12 +116,15 @@ def of_data_sets(result: DataSets) -> list[dict[str, Any]]:
 
 
 def of_relaxed(result: Relaxed) -> dict[str, Any]:
-    """Where the three learning rules end."""
+    """Where the three learning rules end, and how much the variances still changed in the last quarter of the steps."""
+    variances = {name: np.diagonal(trace.covariance, axis1=1, axis2=2) for name, trace in result.traces.items()}
+    quarter = len(result.apparent_gap) // 4
     return {
         "num_tangents": result.num_tangents,
         "iterations": len(result.apparent_gap) - 1,
         "means": {name: _rounded(trace.mean[-1]) for name, trace in result.traces.items()},
-        "variances": {name: _rounded(np.diag(trace.covariance[-1])) for name, trace in result.traces.items()},
+        "variances": {name: _rounded(v[-1]) for name, v in variances.items()},
+        "relative_change": {name: _rounded(np.abs(v[-quarter:] / v[-1] - 1).max()) for name, v in variances.items()},
         "elbo": {name: _rounded(trace.elbo[-1]) for name, trace in result.traces.items()},
         "elbo_gap": {name: _rounded(gap[-1]) for name, gap in result.gaps.items()},
         "elbo_gap_reported_by_sampled_tangents": _rounded(np.median(result.apparent_gap[-20:])),
@@ -166,12 +169,12 @@ def markdown(record: dict[str, Any]) -> dict[str, str]:
     relaxed = record["relaxed_bayes"]
     others = ["| objective | variances | ELBO | gap f - f** |", "|---|---|---|---|"]
     for name, title in _RELAXED.items():
-        cells = [_pair(relaxed["variances"][name]), *(f"{relaxed[key][name]:.2f}" for key in ("elbo", "elbo_gap"))]
+        cells = [_pair(relaxed["variances"][name], digits=4), *(f"{relaxed[key][name]:.2f}" for key in ("elbo", "elbo_gap"))]
         others.append(f"| {title} | {' | '.join(cells)} |")
     reported = relaxed["elbo_gap_reported_by_sampled_tangents"]
     others.append(f"| what {relaxed['num_tangents']} sampled tangents report there | | | {reported:.2f} |")
     return {"logistic": "\n".join(rows), "data_sets": "\n".join(sets), "relaxed_bayes": "\n".join(others)}
 
 
-def _pair(values: list[float] | None) -> str:
-    return "-" if values is None else ", ".join(f"{value:.3f}" for value in values)
+def _pair(values: list[float] | None, digits: int = 3) -> str:
+    return "-" if values is None else ", ".join(f"{value:.{digits}f}" for value in values)

@@ -42,7 +42,7 @@ class Relaxed:
 
 
 @cache
-def compute_relaxed(num_steps: int = 60, num_tangents: int = 64, learning_rate: float = 0.5) -> Relaxed:
+def compute_relaxed(num_steps: int = 120, num_tangents: int = 64, learning_rate: float = 0.5) -> Relaxed:
     """Run the three on `separable_data`, prior N(0, I), from the prior."""
     loss = logistic_regression(*separable_data())
     run = partial(bayesian_learning_rule, loss, prior_precision=1.0, learning_rate=learning_rate, num_steps=num_steps)

@@ -11,15 +11,16 @@ from scipy.optimize import minimize  # type: ignore[import-untyped]
 
 from bsam.theory.fenchel.expected_loss import smoothed
 from bsam.theory.gaussian import Array, Pair
-from bsam.theory.losses import Loss, Majorant
+from bsam.theory.losses import Loss, exceeded
 
 __all__ = [
     "Conjugate",
     "MaxLoss",
+    "checked_loss",
     "conjugate",
     "conjugate_maximisers",
     "conjugate_over_gaussians",
-    "majorant_of",
+    "finite_loss",
     "max_loss",
     "max_loss_in_ball",
     "reach",
@@ -90,7 +91,9 @@ def max_loss_in_ball(loss: Loss, mean: ArrayLike, rho: float, *, resolution: flo
     m = np.asarray(mean, float)
     if loss.dim == 1:
         grid = m.reshape(-1, 1) + rho * np.linspace(-1, 1, 3 + 2 * int(rho / resolution))
-        value, theta = _best_on_grid(loss(grid), grid, lambda at, _: loss(at), lambda at, _: loss.gradient(at))
+        value, theta = _best_on_grid(
+            finite_loss(loss, grid), grid, lambda at, _: loss(at), lambda at, _: loss.gradient(at)
+        )
         return MaxLoss(value.reshape(m.shape), theta.reshape(m.shape) - m)
     eps = rho * _directions(loss.dim) * np.linspace(1, 0, NUM_SCATTERED)[:, None] ** (1 / loss.dim)
     ends = [
@@ -102,7 +105,7 @@ def max_loss_in_ball(loss: Loss, mean: ArrayLike, rho: float, *, resolution: flo
             constraints={"type": "ineq", "fun": lambda x: (rho**2 - x @ x) / 2, "jac": lambda x: -x},
             options={"ftol": 1e-15, "maxiter": 1000},
         ).x
-        for start in eps[np.argsort(-loss(m + eps))[:6]]
+        for start in eps[np.argsort(-finite_loss(loss, m + eps))[:6]]
     ]
     ends = [x * min(1.0, rho / max(float(np.linalg.norm(x)), 1e-300)) for x in ends]  # SLSQP may end slightly outside
     best = max(ends, key=lambda x: float(loss(m + x)))
@@ -145,7 +148,7 @@ def conjugate_maximisers(loss: Loss, natural: Pair, starts: Array | None = None)
         +inf and no theta outside the domain of f*.
     """
     S = -2 * np.asarray(natural[1], float)
-    if np.linalg.eigvalsh(np.atleast_2d(S - majorant_of(loss).curvature))[0] <= 0:
+    if np.linalg.eigvalsh(np.atleast_2d(S - loss.checked_majorant.curvature))[0] <= 0:
         return np.inf, np.empty((0, *np.shape(natural[0])))
     if loss.dim == 1:
         value, theta = conjugate(loss, natural)
@@ -166,54 +169,55 @@ def conjugate_over_gaussians(loss: Loss, natural: Pair, variance: float, *, reso
     return trace * variance + conjugate(smoothed(loss, variance), natural, resolution=resolution).value
 
 
-def majorant_of(loss: Loss) -> Majorant:
-    """The loss's majorant, or an error that says why one is needed."""
-    if loss.majorant is None:
-        raise ValueError(
-            "f* needs a loss that a quadratic majorises (Theorem 1), and this one declares no majorant. Write "
-            "Loss(..., majorant=Majorant(constant, ...)). If the loss grows faster than every quadratic, as theta^4 "
-            "does, f* is infinite everywhere and there is no f**: cap the loss outside the region of interest."
-        )
-    return loss.majorant
-
-
-def _checked(loss: Loss, theta: Array) -> Array:
-    """loss(theta), after a look at the declared majorant."""
-    value, bound = loss(theta), majorant_of(loss)(theta)
-    wrong = ~(value <= bound + 1e-9 * (1 + np.abs(bound)))
+def finite_loss(loss: Loss, theta: Array) -> Array:
+    """loss(theta), or an error where it is not a finite number."""
+    value = loss(theta)
+    wrong = ~np.isfinite(value)
     if wrong.any():
         raise ValueError(
-            f"loss={value[wrong][0]:.6g} exceeds majorant={bound[wrong][0]:.6g} at theta={theta[wrong][0]}. Declare a "
-            "bound that holds for all theta; if the loss grows faster than every quadratic, f* is infinite everywhere."
+            f"loss={value[wrong][0]} at theta={theta[wrong][0]}: a loss must be finite everywhere. Where a formula "
+            "overflows, write it in another form, as numpy.logaddexp(0, z) for log(1 + exp(z)); where the loss is not "
+            "defined, continue it by a large constant."
         )
     return value
 
 
+def checked_loss(loss: Loss, theta: Array) -> Array:
+    """loss(theta), or an error where it is not finite, or above the declared majorant."""
+    value, majorant = finite_loss(loss, theta), loss.checked_majorant
+    wrong = majorant.is_exceeded(theta, value)
+    if wrong.any():
+        raise ValueError(exceeded(majorant, theta[wrong][0], value[wrong][0]))
+    return value
+
+
 def reach(loss: Loss, m: Array, S: Array) -> Array:
-    """The largest |theta| that the supremum over the line has to consider."""
-    bound = majorant_of(loss)
-    radius = bound.radius(m, S - bound.curvature, _checked(loss, m))
+    """The largest |eps| that the supremum over the line has to consider."""
+    bound = loss.checked_majorant
+    radius = bound.radius(m, S - bound.curvature, checked_loss(loss, m))
     probe = radius[:, None] * np.linspace(-1, 1, 65) ** 3  # a first look, dense near m, shrinks the radius
-    attained = (_checked(loss, m[:, None] + probe) - S[:, None] * probe**2 / 2).max(1, initial=-np.inf)
-    return np.abs(m) + bound.radius(m, S - bound.curvature, attained)
+    attained = (checked_loss(loss, m[:, None] + probe) - S[:, None] * probe**2 / 2).max(1, initial=-np.inf)
+    return bound.radius(m, S - bound.curvature, attained)
 
 
 def _max_on_line(loss: Loss, mean: Array, precision: Array, resolution: float) -> MaxLoss:
     shape = np.broadcast(mean, precision).shape
     m, S = (np.broadcast_to(x, shape).ravel() for x in (mean, precision))
     value, eps = np.full(m.shape, np.inf), np.full(m.shape, np.nan)
-    finite = np.flatnonzero(S - majorant_of(loss).curvature > 1e-12 * S)  # to rounding
+    finite = np.flatnonzero(S - loss.checked_majorant.curvature > 1e-12 * S)  # to rounding
     counts = reach(loss, m[finite], S[finite]) / resolution + 2
     if counts.max(initial=0) > MAX_GRID:
         raise ValueError(
-            f"the supremum over eps has to be searched up to |theta|={counts.max() * resolution:.3g}, more than "
+            f"the supremum has to be searched up to |eps|={counts.max() * resolution:.3g}, more than "
             f"{MAX_GRID} steps of resolution={resolution}. Raise the resolution, or the precision, which is too close "
-            f"to the loss's curvature at infinity, {majorant_of(loss).curvature}."
+            f"to the loss's curvature at infinity, {loss.checked_majorant.curvature}."
         )
-    sizes = np.ceil(np.log2(counts))
-    for size in np.unique(sizes):  # rows of similar reach share a grid, on which the loss is evaluated once
-        theta = resolution * np.arange(-(2**size), 2**size + 1)
-        ell, rows = _checked(loss, theta), finite[sizes == size]
+    # Rows of similar reach and place share a grid, on which the loss is evaluated once.
+    widths = 2 ** np.maximum(np.ceil(np.log2(counts)), 10).astype(int)
+    blocks = np.floor(m[finite] / (resolution * widths)).astype(int)
+    for width, block in np.unique(np.stack([widths, blocks], 1), axis=0):
+        theta = resolution * np.arange((block - 1) * width, (block + 2) * width + 1)
+        ell, rows = checked_loss(loss, theta), finite[(widths == width) & (blocks == block)]
         for part in np.array_split(rows, 1 + len(rows) * len(theta) // 2**22):
             value[part], best = _best_on_grid(
                 ell - S[part, None] * (theta - m[part, None]) ** 2 / 2,
@@ -236,8 +240,6 @@ def _best_on_grid(
         value: (places, rows) -> the function.
         slope: (places, rows) -> its derivative.
     """
-    if not np.isfinite(J).all():
-        raise ValueError("the loss is not finite everywhere on the grid that is searched for its maximum.")
     grid = np.broadcast_to(np.pad(grid, [(0, 0)] * (grid.ndim - 1) + [(1, 1)], mode="edge"), (len(J), J.shape[1] + 2))
     J = np.pad(J, [(0, 0), (1, 1)], constant_values=-np.inf)
     left, center, right = J[:, :-2], J[:, 1:-1], J[:, 2:]
@@ -258,17 +260,17 @@ def _best_on_grid(
 
 def _maxima_in_space(loss: Loss, m: Array, S: Array, starts: Array | None = None) -> tuple[Array, Array]:
     """Local maxima of loss(m + eps) - 1/2 <eps, S eps>, the best first: values (k,) and eps (k, P)."""
-    kappa, U = np.linalg.eigh(S - majorant_of(loss).curvature)
+    kappa, U = np.linalg.eigh(S - loss.checked_majorant.curvature)
     if kappa[0] <= 0:
         return np.array([np.inf]), np.full((1, loss.dim), np.nan)
 
     def negative(eps: Array) -> tuple[float, Array]:
         return float(eps @ S @ eps / 2 - loss(m + eps)), S @ eps - loss.gradient(m + eps)
 
-    radius = majorant_of(loss).radius(m, kappa[0], _checked(loss, m[None])[0])
+    radius = loss.checked_majorant.radius(m, kappa[0], checked_loss(loss, m[None])[0])
     radii = radius * np.logspace(-4, 0, NUM_SCATTERED)  # all scales: the radius may be far too careful
     scattered = (radii[:, None] * _directions(loss.dim) * np.sqrt(kappa[0] / kappa)) @ U.T
-    value = _checked(loss, m + scattered) - ((scattered @ S) * scattered).sum(1) / 2
+    value = checked_loss(loss, m + scattered) - ((scattered @ S) * scattered).sum(1) / 2
     best = scattered[np.argsort(-value)[:6]]
     begin = np.concatenate([best, scattered[:: NUM_SCATTERED // 6], np.zeros((1, loss.dim))])
     if starts is not None:

@@ -9,11 +9,11 @@ from numpy.typing import ArrayLike
 from scipy.optimize import linprog  # type: ignore[import-untyped]
 from scipy.spatial import ConvexHull  # type: ignore[import-untyped]
 
-from bsam.theory.fenchel.conjugates import MAX_GRID, Rows, conjugate, conjugate_maximisers, majorant_of, reach
+from bsam.theory.fenchel.conjugates import MAX_GRID, Rows, checked_loss, conjugate, conjugate_maximisers, reach
 from bsam.theory.gaussian import Array, Family, Pair
-from bsam.theory.losses import Loss
+from bsam.theory.losses import Derived, Loss
 
-__all__ = ["Biconjugate", "WorstCase", "biconjugate", "worst_case"]
+__all__ = ["Biconjugate", "WorstCase", "biconjugate", "check_bounds", "worst_case"]
 
 MAX_HULL = 2**18  # points of a convex hull
 HIGHS = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
@@ -48,7 +48,8 @@ def biconjugate(
     With theta on a grid, f** is the lower convex envelope of the points (theta_i, theta_i^2, -loss(theta_i)), and its
     facets are the planes lambda' that matter: one convex hull serves all mu. Atoms on a grid are a restriction, so
     the envelope is an upper bound. Each of its planes, with f* computed without the grid by `conjugate`, is a lower
-    bound. The grid is refined until the two agree; the lower one is returned, so the result never exceeds f**.
+    bound. The grid is refined until the two agree; the lower one is returned, so the result never exceeds f**. Means
+    that are far from each other have grids of their own.
 
     (The hull is that of -loss + a/2 theta^2, a the curvature at infinity, and of the same points moved up along
     theta^2: mass that escapes to infinity raises the second moment at no cost. This is the constraint S >= a.)
@@ -71,10 +72,30 @@ def biconjugate(
         raise ValueError(
             f"loss.dim={loss.dim} must be 1 and variance={v.min()} not negative. In P dimensions use worst_case."
         )
-    a = np.asarray(majorant_of(loss).curvature)
-    mu = np.stack([omega, omega**2 + v], -1).reshape(-1, 2)
+    shape, omega, v = omega.shape, omega.ravel(), v.ravel()
+    value, error, first, second = np.empty((4, omega.size))
+    order = np.argsort(omega)
+    apart = np.diff(omega[order]) > 2 * _first_radius(0.0, v)  # their first grids would not meet
+    for i in np.split(order, 1 + np.flatnonzero(apart)):
+        value[i], error[i], (first[i], second[i]) = _on_one_grid(loss, omega[i], v[i], tolerance, resolution)
+    return Biconjugate(value.reshape(shape), error.reshape(shape), (first.reshape(shape), second.reshape(shape)))
+
+
+def _first_radius(omega: ArrayLike, v: Array) -> float:
+    return float((np.abs(omega) + 3 * np.sqrt(v)).max()) + 1
+
+
+def _on_one_grid(loss: Loss, omega: Array, v: Array, tolerance: float, resolution: float) -> Biconjugate:
+    """`biconjugate` of vectors of means and variances, on a grid around the means.
+
+    Its center is a whole number, so that means which are close to each other see the same grid.
+    """
+    center = np.round((omega.min() + omega.max()) / 2)
+    loss, omega = _around(loss, center), omega - center
+    a = np.asarray(loss.checked_majorant.curvature)
+    mu = np.stack([omega, omega**2 + v], -1)
     margin = 0.1 * tolerance / (1 + mu[:, 1].max())  # of S over a
-    radius, step = float((np.abs(omega) + 3 * np.sqrt(v)).max()) + 1, resolution
+    radius, step = _first_radius(omega, v), resolution
     error = np.asarray(np.inf)
     while radius / step < MAX_HULL / 2:
         grid = step * np.arange(-np.ceil(radius / step), np.ceil(radius / step) + 1)
@@ -88,11 +109,10 @@ def biconjugate(
         f_star[near], theta[near] = conjugate(loss, (lambda_1[near], -S[near] / 2), resolution=resolution)
         lower, best = _highest(np.stack([lambda_1, lambda_2], 1), f_star, mu)
         error = upper - lower
+        check_bounds(float(error.min()), tolerance)
         if error.max() <= tolerance:
-            value, error, first, second = (
-                x.reshape(omega.shape) for x in (lower - a / 2 * mu[:, 1], error, lambda_1[best], -S[best] / 2)
-            )
-            return Biconjugate(value, error, (first, second))
+            value = np.minimum(lower, upper) - a / 2 * mu[:, 1]
+            return Biconjugate(value, np.abs(error), (lambda_1[best] + S[best] * center, -S[best] / 2))
         if np.abs(theta[facet[error > tolerance]]).max() > radius:  # atoms are missing outside the grid
             radius *= 2
         else:  # the error goes with the square of the step
@@ -103,10 +123,31 @@ def biconjugate(
     )
 
 
+def _around(loss: Loss, center: Array) -> Loss:
+    """The loss as a function of theta - center: far from zero, rounding errors of theta^2 would be too large."""
+    return Derived(
+        lambda theta: checked_loss(loss, theta + center),  # so that an error names theta
+        lambda theta: loss.gradient(theta + center),
+        lambda theta: loss.hessian(theta + center),
+        loss.dim,
+        loss.checked_majorant.around(center),
+    )
+
+
+def check_bounds(difference: float, tolerance: float) -> None:
+    """Raise if the upper bound on f** minus the lower one is negative, by more than the tolerance."""
+    if difference < -tolerance:
+        raise RuntimeError(
+            f"the lower bound on f** is {-difference:.3g} above the upper one, so one of them is wrong. Either the "
+            "loss's majorant does not hold for all theta: declare a larger one. Or the search for f* stepped over a "
+            "narrow maximum: give biconjugate a smaller resolution, or measure theta in a smaller unit."
+        )
+
+
 def _lower_planes(loss: Loss, theta: Array) -> tuple[Array, Array]:
     """Planes (n, 2) and offsets (n,) with envelope(mu) = max_n <plane_n, mu> - offset_n, relative to a."""
     theta = theta[np.append(True, np.diff(theta) > 1e-7)]  # coinciding points confuse the hull
-    height = majorant_of(loss).curvature * theta**2 / 2 - loss(theta)
+    height = loss.checked_majorant.curvature * theta**2 / 2 - checked_loss(loss, theta)
     points = np.stack([theta, theta**2, height], 1)
     points = np.concatenate([points, points + np.array([0.0, theta[-1] ** 2, 0.0])])
     slope, intercept = np.polyfit(theta, height, 1)
@@ -164,9 +205,10 @@ def worst_case(
     P = family.dim
     if loss.dim != P:
         raise ValueError(f"family.dim={P} and loss.dim={loss.dim} must agree.")
-    omega, V = np.asarray(mean, float), np.asarray(covariance, float)
+    center, V = np.asarray(mean, float), np.asarray(covariance, float)
+    loss, omega = _around(loss, center), np.zeros_like(center)
     mu = _flat(1, *family.expectation(omega, V))[0]
-    A = np.atleast_2d(majorant_of(loss).curvature)
+    A = np.atleast_2d(loss.checked_majorant.curvature)
     # The first atoms: 2 P that have these moments when equally weighted, and some around them.
     scattered = 2 * np.random.default_rng(0).standard_normal((50 * P, P))
     z = np.concatenate([np.sqrt(P) * np.eye(P), -np.sqrt(P) * np.eye(P), scattered])
@@ -182,7 +224,7 @@ def worst_case(
                 _flat(len(rays), np.zeros(len(rays)), 0 * rays, family.square(rays)),
             ]
         )
-        cost = -np.concatenate([loss(atoms), ((rays @ A) * rays).sum(1) / 2])
+        cost = -np.concatenate([checked_loss(loss, atoms), ((rays @ A) * rays).sum(1) / 2])
         program = linprog(cost, A_eq=columns.T, b_eq=np.append(1.0, mu), options=HIGHS)
         if program.status != 0:
             raise RuntimeError(f"HiGHS did not solve the linear program of f**: {program.message}")
@@ -192,16 +234,19 @@ def worst_case(
         kappa, U = np.linalg.eigh(family.matrix(-2 * outside[P:].reshape(V.shape)) - A)
         rays = np.concatenate([rays, U.T[kappa < -1e-9]])
         # f* is asked for between the program's lambda' and the best one: there it is finite and the cuts are deep.
-        natural = 0.7 * outside + 0.3 * best
+        between = 0.7 * outside + 0.3 * best
         support = atoms[program.x[: len(atoms)] > 0]
-        first, second = natural[:P].reshape(omega.shape), natural[P:].reshape(V.shape)
+        first, second = between[:P].reshape(omega.shape), between[P:].reshape(V.shape)
         f_star, theta = conjugate_maximisers(loss, (first, second if P == 1 else family.matrix(second)), support)
-        if natural @ mu - f_star > lower:
-            best, lower = natural, float(natural @ mu) - f_star
+        if between @ mu - f_star > lower:
+            best, lower = between, float(between @ mu) - f_star
+        check_bounds(program.fun - lower, tolerance)
         if program.fun - lower <= tolerance:
             weights = program.x[: len(atoms)]
-            pair = best[:P].reshape(omega.shape), best[P:].reshape(V.shape)
-            return WorstCase(lower, program.fun - lower, pair, support, weights[weights > 0])
+            first, second = best[:P].reshape(omega.shape), best[P:].reshape(V.shape)
+            natural = first + family.apply(-2 * second, center), second
+            value, error = min(lower, program.fun), abs(program.fun - lower)
+            return WorstCase(value, error, natural, support + center, weights[weights > 0])
         atoms = np.concatenate([atoms, theta.reshape(-1, *omega.shape)])
     raise RuntimeError(
         f"f** is known to {program.fun - lower:.1e} after max_rounds={max_rounds}, tolerance={tolerance} was asked for."

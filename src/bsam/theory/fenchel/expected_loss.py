@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from bsam.theory.gaussian import Array
-from bsam.theory.losses import Loss, Majorant
+from bsam.theory.losses import Derived, Loss, Majorant
 
 __all__ = ["Expectation", "expectation", "expected_negative_loss", "smoothed"]
 
@@ -31,6 +31,7 @@ def expectation(
     *,
     dim: int = 1,
     tolerance: float = 1e-10,
+    resolution: float | None = None,
     max_points: int = 2**20,
 ) -> Expectation:
     """E[function(theta)] for theta ~ N(mean, covariance), by the trapezoidal rule in whitened coordinates.
@@ -39,7 +40,8 @@ def expectation(
     spacing (Trefethen and Weideman 2014). Gauss-Hermite rules waste most nodes where the density vanishes: for
     log(1 + exp(-30 z)) this reaches 1e-10 with some 600 nodes, Gauss-Hermite needs over ten times as many. The spacing
     is halved until two results agree; their difference is the reported error, and that of the returned, finer one is
-    smaller.
+    smaller. Two rules may agree because both miss a narrow well between their nodes. So nodes are never further apart
+    than `resolution`.
 
     Args:
         function: theta -> numbers or arrays, vectorised like the parts of a `Loss`.
@@ -47,10 +49,14 @@ def expectation(
         covariance: The variance, (...) and possibly zero, in one dimension; (..., P, P) in P.
         dim: P.
         tolerance: Required |error| / (1 + |value|).
+        resolution: Largest first spacing of the nodes, as a distance of two theta: the width of the narrowest well or
+            peak of the function, or less. By default 1/4 in one dimension, 1 in two and 4 in three: more nodes would
+            be too many.
         max_points: Limit on the number of nodes for one Gaussian.
 
     Raises:
         RuntimeError: If the tolerance is not reached with `max_points` nodes.
+        ValueError: If the function is not finite at a node.
 
     >>> round(float(expectation(np.cos, 0.0, 1.0).value), 10), round(np.exp(-0.5).item(), 10)
     (0.6065306597, 0.6065306597)
@@ -61,7 +67,11 @@ def expectation(
         if (covariance < 0).any():
             raise ValueError(f"covariance={covariance.min()} must not be negative.")
     root = np.sqrt(covariance) if dim == 1 else np.linalg.cholesky(covariance)
+    widest = np.abs(root) if dim == 1 else np.linalg.norm(root, axis=-2)  # of one step along an axis
+    resolution = 4.0 ** (dim - 2) if resolution is None else resolution
     step, previous, error = 0.5, None, np.asarray(np.inf)
+    while step * widest.max(initial=0) > resolution:
+        step /= 2
     while (2 * RANGE / step + 1) ** dim <= max_points:
         z, weights = _nodes(step, dim)
         if dim == 1:
@@ -69,7 +79,13 @@ def expectation(
         else:
             theta = mean[..., None, :] + z @ np.swapaxes(root, -1, -2)
         axis = theta.ndim - 1 if dim == 1 else theta.ndim - 2
-        value = np.tensordot(function(theta), weights, axes=(axis, 0))
+        values = function(theta)
+        if not np.isfinite(values).all():
+            raise ValueError(
+                "the function, or the loss, is not finite at all theta within nine standard deviations of the mean. "
+                "Where a formula overflows, write it in another form, as numpy.logaddexp(0, z) for log(1 + exp(z))."
+            )
+        value = np.tensordot(values, weights, axes=(axis, 0))
         if previous is not None:
             error = np.abs(value - previous)
             if np.all(error <= tolerance * (1 + np.abs(value))):
@@ -77,21 +93,36 @@ def expectation(
         step, previous = step / 2, value
     raise RuntimeError(
         f"the expectation changed by {np.max(error):.1e} at the last refinement, tolerance={tolerance} was asked for, "
-        f"and a finer rule has more than max_points={max_points} nodes. Raise one of the two, or lower the variance."
+        f"and a finer rule has more than max_points={max_points} nodes. Raise one of the two, or lower the variance. "
+        f"If the function has no well or peak as narrow as resolution={resolution}, raise that."
     )
 
 
 def expected_negative_loss(
-    loss: Loss, mean: ArrayLike, covariance: ArrayLike, *, tolerance: float = 1e-10
+    loss: Loss,
+    mean: ArrayLike,
+    covariance: ArrayLike,
+    *,
+    tolerance: float = 1e-10,
+    resolution: float | None = None,
+    max_points: int = 2**20,
 ) -> Expectation:
-    """f(mu) = E[-loss(theta)] for q_mu = N(mean, covariance), shapes as in `expectation`.
+    """f(mu) = E[-loss(theta)] for q_mu = N(mean, covariance), arguments as in `expectation`.
 
     >>> from bsam.theory.losses import quadratic
     >>> f = expected_negative_loss(quadratic(0.0, 2.0), [0.0, 1.0], 0.5)
     >>> f.value.round(12)
     array([-0.5, -1.5])
     """
-    value, error, step = expectation(loss.value, mean, covariance, dim=loss.dim, tolerance=tolerance)
+    value, error, step = expectation(
+        loss.value,
+        mean,
+        covariance,
+        dim=loss.dim,
+        tolerance=tolerance,
+        resolution=resolution,
+        max_points=max_points,
+    )
     return Expectation(-value, error, step)
 
 
@@ -104,10 +135,11 @@ def smoothed(loss: Loss, variance: float, *, tolerance: float = 1e-10) -> Loss:
 
     bound = loss.majorant
     if bound is not None:  # E norm(e) <= sqrt(P v), E <e, A e> = v tr A
+        bound = loss.checked_majorant
         trace = float(np.trace(np.atleast_2d(bound.curvature)))
         constant = bound.constant + bound.slope * (loss.dim * variance) ** 0.5 + variance * trace / 2
         bound = Majorant(constant, bound.linear, bound.slope, bound.curvature)
-    return Loss(mean_of(loss.value), mean_of(loss.gradient), mean_of(loss.hessian), loss.dim, bound)
+    return Derived(mean_of(loss.value), mean_of(loss.gradient), mean_of(loss.hessian), loss.dim, bound)
 
 
 def _nodes(step: float, dim: int) -> tuple[Array, Array]:
