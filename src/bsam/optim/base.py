@@ -115,7 +115,10 @@ class ProbingOptimizer(Optimizer):
         raise NotImplementedError
 
     def _update(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
-        """Move weights and state; where the 0-dim boolean `accept` is given and false, leave them."""
+        """Move weights and state; where the 0-dim boolean `accept` is given and false, leave them.
+
+        The lists of the statistics are the method's own: it may empty them as it goes, to free their memory.
+        """
         raise NotImplementedError
 
     def _keep(self, slots: list[Slot], accept: Tensor | None = None) -> None:
@@ -196,7 +199,8 @@ class ProbingOptimizer(Optimizer):
                 slot.parameter.grad = gradient.to(slot.parameter.dtype) if slot.seen else None
             seen = [i for i, slot in enumerate(slots) if slot.seen]
             stepped = [slots[i] for i in seen]
-            self._update(stepped, {name: [tensors[i] for i in seen] for name, tensors in statistics.items()}, accept)
+            statistics = {name: [tensors[i] for i in seen] for name, tensors in statistics.items()}
+            self._update(stepped, statistics, accept)
             self._keep(stepped, accept)
         except BaseException:
             write_means(slots)

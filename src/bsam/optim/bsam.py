@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from bsam.optim import options
 from bsam.optim.arithmetic import average, plus, plus_quotient
 from bsam.optim.gaussian import GaussianOptimizer
-from bsam.optim.probing import Gradients, Slot, Tally
+from bsam.optim.probing import Gradients, Slot, Tally, emptied
 
 __all__ = ["BSAM", "curvature", "perturbed", "posterior_std", "update"]
 
@@ -240,7 +240,7 @@ class BSAM(GaussianOptimizer):
         tally.add("gradient", grad_at(worse))  # line 6
 
     def _update(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
-        columns = zip(slots, statistics["gradient"], statistics["curvature"], strict=True)
+        columns = zip(slots, statistics["gradient"], emptied(statistics["curvature"]), strict=True)
         self._move((self._moved(slot, g_eps, g) for slot, g_eps, g in columns), accept)
 
     def _moved(self, slot: Slot, g_eps: Tensor, g: Tensor) -> tuple[Slot, Tensor, dict[str, Tensor]]:

@@ -102,10 +102,14 @@ class GaussianOptimizer(ProbingOptimizer):
     def _move(self, moves: Iterable[tuple[Slot, Tensor, dict[str, Tensor]]], accept: Tensor | None) -> None:
         """Write new weights and state, and count the step, unless `accept` is given and false.
 
-        All of them are computed before the first is written: a formula that raises leaves everything as it was.
+        A formula that raises leaves everything as it was: the caller puts the weights back, of which the slots have a
+        copy, and the state is written after the last formula.
         """
-        for slot, mean, state in list(moves):
+        computed = []
+        for slot, mean, state in moves:
             write(slot.parameter, mean, accept)
+            computed.append((slot, state))
+        for slot, state in computed:
             for name, value in {**state, "step": slot.state["step"] + 1}.items():
                 write(slot.state[name], value, accept)
 

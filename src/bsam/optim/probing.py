@@ -7,7 +7,7 @@ counterparts in `bsam.optim.together`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bsam import batch_norm as bn
 from bsam.gradients import LossFunction, PerExample, batch_gradient
 
-__all__ = ["GradAt", "Gradients", "Prober", "Slot", "Tally"]
+__all__ = ["GradAt", "Gradients", "Prober", "Slot", "Tally", "emptied"]
 
 Result = TypeVar("Result")
 
@@ -143,6 +143,12 @@ class Tally:
         else:
             for mean, value in zip(self.means[name], tensors, strict=True):
                 mean.add_(value, alpha=self.weight)
+
+
+def emptied(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """The tensors one by one; the list lets go of each, so that what is computed of it can take its memory."""
+    while tensors:
+        yield tensors.pop(0)
 
 
 class Prober(Protocol):

@@ -53,7 +53,7 @@ from bsam.gradients import PerExample
 from bsam.optim import options
 from bsam.optim.arithmetic import average, plus, plus_quotient
 from bsam.optim.gaussian import GaussianOptimizer
-from bsam.optim.probing import Gradients, Slot, Tally
+from bsam.optim.probing import Gradients, Slot, Tally, emptied
 
 __all__ = ["VOGN", "posterior_std", "unit_precision", "update"]
 
@@ -242,7 +242,7 @@ class VOGN(GaussianOptimizer):
         tally.add("curvature", h_hat)
 
     def _update(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
-        columns = zip(slots, statistics["gradient"], statistics["curvature"], strict=True)
+        columns = zip(slots, statistics["gradient"], emptied(statistics["curvature"]), strict=True)
         self._move((self._moved(slot, g_hat, h_hat) for slot, g_hat, h_hat in columns), accept)
 
     def _moved(self, slot: Slot, g_hat: Tensor, h_hat: Tensor) -> tuple[Slot, Tensor, dict[str, Tensor]]:
