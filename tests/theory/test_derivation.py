@@ -146,3 +146,53 @@ def test_the_stationary_precision_on_a_quadratic(sqrt_num_data):
     )
     expected = h * np.sqrt(2 / np.pi) / (1 if sqrt_num_data else np.sqrt(N))
     np.testing.assert_allclose(s.mean(), expected, rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("N", "batch_size", "splits", "h", "v", "form"),
+    [
+        (50_000, 128, 8, 1.0, 1.0, "mean_abs"),
+        (50_000, 128, 1, 1.0, 1.0, "mean_abs"),
+        (50_000, 128, 8, 1.0, 1.0, "abs_mean"),
+        (100, 64, 8, 3.0, 0.2, "mean_abs"),
+    ],
+)
+def test_the_stationary_precision_of_the_optimizer_with_minibatches(N, batch_size, splits, h, v, form):
+    """Many linear regressions with one weight each, near their solution.
+
+    With features x = +- sqrt(h) and residuals r ~ N(0, v / h) the gradient of an example at theta = omega + e is
+    h e - x r: curvature h, variance v. A split of B' = B / m examples sees g ~ N(0, h^2 / (N s) + v / B'), so
+
+        sqrt(s) E|g| = sqrt(2 / pi) sqrt(h^2 / N + s v / B')
+
+    and s* - c equals this at s = s*, c = delta + gamma: a quadratic equation. The mean of m splits, of which
+    `"abs_mean"` takes the absolute value, has a variance m times smaller: N and B' are N m and B.
+    """
+    delta, gamma, num_weights = 0.0005, 0.1, 300
+    generator = torch.Generator().manual_seed(0)
+    w = torch.nn.Parameter(torch.zeros(num_weights, dtype=torch.float64))
+    optimizer = bsam.BSAM(
+        [w],
+        lr=0.01,
+        num_data=N,
+        prior_precision=delta * N,
+        damping=gamma,
+        betas=(0.9, 0.98),
+        init_precision=0.2,
+        splits=splits,
+        curvature=form,
+    )
+    mean_s = 0.0
+    for step in range(400):
+        shape = (batch_size, num_weights)
+        x = h**0.5 * (2.0 * torch.randint(2, shape, generator=generator).double() - 1)
+        y = (v / h) ** 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        optimizer.step(lambda x, y: (w * x - y).square().sum(1).mean() / 2, x, y)
+        if step >= 200:
+            mean_s += float(optimizer.state[w]["unit_precision"].mean()) / 200
+    parts = splits if form == "mean_abs" else 1
+    c, p, q = delta + gamma, 2 * h**2 / (np.pi * N * splits / parts), 2 * v / (np.pi * batch_size / parts)
+    expected = c + q / 2 + np.sqrt(p + c * q + q**2 / 4)
+    np.testing.assert_allclose(expected - c, np.sqrt(p + expected * q))  # it solves the equation
+    np.testing.assert_allclose(mean_s, expected, rtol=0.01)
+    assert mean_s > 1.02 * (c + np.sqrt(p))  # what exact gradients would give

@@ -25,7 +25,7 @@ from q the program bounds f** from above and may even exceed f; and the theta th
 attain the true f*(lambda'), found by global search, become further tangent points until the program's value and
 <lambda', mu> - f*(lambda'), a lower bound, agree to a tolerance. `tolerance=numpy.inf` is the paper's single program.
 It matters: on `separable_data` with prior precision 1, Bayes ends with variances (0.24, 0.22), relaxed Bayes with
-(0.06, 0.05), but with 64 sampled tangents in place of f** it seems to end with (0.17, 0.18), "very similar" to Bayes.
+(0.06, 0.05), but with 64 sampled tangents in place of f** it seems to end near (0.18, 0.17), "very similar" to Bayes.
 
 A quadratic part of the loss, 1/2 <theta, A theta> with A the majorant's curvature, is linear in T(theta): it is taken
 out before the tangents and put back into lambda', exactly. The rest must be convex.

@@ -169,10 +169,8 @@ def markdown(record: dict[str, Any]) -> dict[str, str]:
     relaxed = record["relaxed_bayes"]
     others = ["| objective | variances | ELBO | gap f - f** |", "|---|---|---|---|"]
     for name, title in _RELAXED.items():
-        cells = [
-            _pair(relaxed["variances"][name], digits=4),
-            *(f"{relaxed[key][name]:.2f}" for key in ("elbo", "elbo_gap")),
-        ]
+        cells = [_pair(relaxed["variances"][name], digits=4)]
+        cells += [f"{relaxed[key][name]:.2f}" for key in ("elbo", "elbo_gap")]
         others.append(f"| {title} | {' | '.join(cells)} |")
     reported = relaxed["elbo_gap_reported_by_sampled_tangents"]
     others.append(f"| what {relaxed['num_tangents']} sampled tangents report there | | | {reported:.2f} |")
