@@ -21,7 +21,7 @@ of Guo et al. are closed on the right. scikit-learn halves the Brier score of tw
 
 The ECE has no bootstrap interval. Noise in a bin always adds to |acc_b - conf_b|, so the ECE of a sample is biased
 upwards, and that of a resample twice. Where the probabilities are calibrated, a percentile interval never covers the
-ECE of the population, and a basic or a bias-corrected one covers it in less than half of the samples. The bias
+ECE of the population, and a basic or a bias-corrected one covers it in about half of the samples at best. The bias
 depends on the number of examples: compare the ECE of two methods on sets of the same size, over several seeds.
 """
 

@@ -580,7 +580,10 @@ def test_runs_need_one_of_each():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: Run("BSAM", prior_precision=3.0), "the runs differ in prior_precision: 25.0 and 3.0. Runs that are"),
+        (
+            lambda: Run("BSAM", curvature="abs_mean"),
+            "the runs differ in curvature: mean_abs and abs_mean. Runs that are",
+        ),
         (lambda: Run("SAM-SGD"), "must have optimizers of one kind"),
         (lambda: Run("BSAM", "partly frozen"), "the model of run 1 differs from that of run 0"),
         (lambda: Run("BSAM", "convolutional"), "the model of run 1 differs from that of run 0"),
@@ -670,12 +673,35 @@ def test_groups_may_not_be_added():
     refuses([run], lambda: step(*batch), ValueError, "a group of parameters was added after the TrainStep was made")
 
 
-def test_rates_of_runs_may_not_drift_apart():
-    runs = [Run("BSAM", seed=seed) for seed in (0, 1)]
-    batch = make_batch("mlp", 16)
-    step = stacked(runs, [batch] * 2)
-    runs[1].optimizer.param_groups[0]["lr"] = 0.7
-    refuses(runs, lambda: step(*stack([batch] * 2)), ValueError, "the runs differ in lr: 0.1 and 0.7")
+DIFFERENT_RATES = {
+    "BSAM": {"lr": 0.3, "rho": 0.2, "prior_precision": 3.0, "damping": 0.5, "betas": (0.5, 0.9)},
+    "VOGN": {"lr": 0.03, "prior_precision": 3.0, "damping": 0.5, "betas": (0.5, 0.9)},
+    "SAM-SGD": {"lr": 0.3, "rho": 0.5, "momentum": 0.5, "weight_decay": 0.1},
+    "SAM-Adam": {"lr": 0.03, "rho": 0.5, "betas": (0.5, 0.9), "weight_decay": 0.1},
+    "SGD": {"lr": 0.3, "momentum": 0.5, "weight_decay": 0.1},
+    "Adam": {"lr": 0.03, "betas": (0.5, 0.9), "weight_decay": 0.1},
+}
+
+
+@every_optimizer
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=needs_compiler)])
+def test_runs_may_differ_in_their_rates(name, compile):
+    """Three runs, the second with other rates, each as it would be alone; the third's change on the way."""
+    network = "mlp"
+    ours, alone = ([Run(name, network, seed=seed) for seed in range(3)] for _ in range(2))
+    for runs in (ours, alone):
+        runs[1].optimizer.param_groups[0].update(DIFFERENT_RATES[name])
+    batches = batches_of(network, 3)
+    step = stacked(ours, batches, compile=compile)
+    for count in range(4):
+        if count == 2:
+            for runs in (ours, alone):
+                runs[2].optimizer.param_groups[0]["lr"] = 0.007
+        losses = step(*stack(batches))
+        expected = [run.loop(*batch) for run, batch in zip(alone, batches, strict=True)]
+        assert_close(losses, torch.stack(expected))
+        for run, other in zip(ours, alone, strict=True):
+            assert_close(run.state()["model"], other.state()["model"])
 
 
 class TwoHeads(nn.Module):

@@ -21,18 +21,26 @@ FIXED = (
 """Options that are compiled in."""
 
 
+RATES = ("lr", "prior_precision", "damping", "rho")
+"""Options of a group that may change from step to step, and differ from run to run; they are read from the device, with
+the two betas."""
+
+_DIFFER = frozenset((*RATES, "betas", "weight_decay", "momentum", "params", "seed", "param_names", "initial_lr"))
+"""What the groups of runs that are trained together need not have in common. torch's optimizers step by themselves."""
+
+
 def alike(methods: Sequence[Method]) -> None:
-    """Raise unless the optimizers of all runs are of one kind, with the same options."""
+    """Raise unless the optimizers of all runs are of one kind, with the same options but for their rates."""
     first = methods[0]
     for method in methods[1:]:
         if type(method) is not type(first) or len(method.param_groups) != len(first.param_groups):
             raise ValueError("runs that are trained together must have optimizers of one kind, with the same groups.")
         for group, other in zip(first.param_groups, method.param_groups, strict=True):
-            differ = [k for k in group if k not in ("params", "seed", "param_names") and group[k] != other.get(k)]
+            differ = [k for k in group if k not in _DIFFER and group[k] != other.get(k)]
             if differ:
                 raise ValueError(
                     f"the runs differ in {differ[0]}: {group[differ[0]]} and {other.get(differ[0])}. Runs that are "
-                    "trained together may differ in seed, weights and data only."
+                    "trained together may differ in seed, weights, data and rates only."
                 )
 
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from bsam.engine import checks
+from bsam.engine.checks import RATES
 from bsam.engine.methods import Method, TorchStep, clear_gradients, method_of
 from bsam.engine.packs import Pack, PackSlot, make_packs
 from bsam.engine.watch import Watch
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainStep"]
 
-RATES = ("lr", "prior_precision", "damping", "rho")
-"""Options of a group that may change from step to step; they are read from the device, with the two betas."""
-
 
 class TrainStep:
     """A compiled training step: `step(x, y)` in place of `optimizer.step(loss_fn, x, y)`.
@@ -52,7 +50,8 @@ class TrainStep:
 
     Several runs can be trained together: give a list of optimizers, each with a model of its own and of the same
     architecture, a list of loss functions, and batches with a dimension of runs in front. One step is one step of
-    each run.
+    each run. The runs may differ in their rates: `lr`, `rho`, `prior_precision`, `damping` and `betas`, and the weight
+    decay and momentum of torch's optimizers.
 
     Args:
         optimizer: BSAM, SAM or VOGN made with `module=`, or one of `torch.optim`.
@@ -152,10 +151,11 @@ class TrainStep:
         self._flags = self._present_flags()
         self._fixed = checks.fixed_options(self._methods)
 
-        self._rates = torch.zeros((len(method.param_groups), len(RATES) + 2), dtype=torch.float64, device=self.device)
-        self._lr = self._rates[:, 0].float()
-        """The learning rates as torch's optimizers read them."""
-        self._known_rates: list[list[float]] = []
+        shape = (runs, len(method.param_groups), len(RATES) + 2)
+        self._rates = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        self._lr = self._rates[..., RATES.index("lr")].float()
+        """The learning rates as torch's optimizers read them: (runs, groups)."""
+        self._known_rates: list[list[list[float]]] = []
         self._batch = [torch.zeros_like(t) for t in _tensors(self._example)]
         self._skipped = torch.tensor([m.skipped_steps for m in self._methods], device=self.device)
         for run, each in enumerate(self._methods):
@@ -259,19 +259,19 @@ class TrainStep:
         """The step as a function of all it reads; it writes into these tensors."""
         given = pytree.tree_unflatten(list(flat), self._spec)
         outputs = {name: given[name] for name in ("weights", "state", "buffers", "losses", "refused", "gradients")}
-        read = {name: given[name] for name in ("theta", "weights", "state", "buffers", "batch")}
-        shared = {name: given[name] for name in ("rates", "owners")}
+        read = {name: given[name] for name in ("theta", "weights", "state", "buffers", "batch", "rates")}
+        owners = given["owners"]
         if len(self.optimizers) == 1:
-            results = pytree.tree_map(lambda t: t[None], self._one(pytree.tree_map(lambda t: t[0], read), **shared))
+            results = pytree.tree_map(lambda t: t[None], self._one(pytree.tree_map(lambda t: t[0], read), owners))
         else:
-            results = torch.vmap(lambda each: self._one(each, **shared), randomness="different")(read)
+            results = torch.vmap(lambda each: self._one(each, owners), randomness="different")(read)
         given["skipped"].add_(results["refused"].long())
         for name, target in outputs.items():
             for to, value in zip(pytree.tree_leaves(target), pytree.tree_leaves(results[name]), strict=True):
                 to.copy_(value)
         return []
 
-    def _one(self, given: dict[str, Any], rates: Tensor, owners: dict[int, Tensor]) -> dict[str, Any]:
+    def _one(self, given: dict[str, Any], owners: dict[int, Tensor]) -> dict[str, Any]:
         """The step of one run, as formulas."""
         method = self._methods[0]
         slots: list[Slot] = []
@@ -279,7 +279,7 @@ class TrainStep:
             zip(self._packs, self._group_of, given["weights"], given["state"], strict=True)
         ):
             own = {name: value.clone() for name, value in state.items()}  # written to, as is the parameter
-            group = self._group(method.param_groups[index], rates[index])
+            group = self._group(method.param_groups[index], given["rates"][index])
             first = pack.runs[0][0].index
             slots.append(PackSlot(first, weights.clone(), group, weights, own, owners=owners.get(number)))
         drawn = iter(given["theta"])
@@ -337,8 +337,8 @@ class TrainStep:
         return [pack.pack([next(left) for _ in pack.names], pack.runs[0][0].dtype) for pack in self._packs]
 
     def _group(self, group: dict[str, Any], rates: Tensor) -> dict[str, Any]:
-        """The group with the options that may change read from the device."""
-        values = dict(zip((*RATES, "beta1", "beta2"), rates.unbind(), strict=True))
+        """The group with the options that may change read from the device; `rates` has them in its last dimension."""
+        values = dict(zip((*RATES, "beta1", "beta2"), rates.unbind(-1), strict=True))
         betas = {"betas": (values["beta1"], values["beta2"])} if "betas" in group else {}
         return {**group, **{name: values[name] for name in RATES if name in group}, **betas}
 
@@ -377,7 +377,8 @@ class TrainStep:
                 from bsam.engine.sampling_triton import sample_posterior
 
                 method, index = self._gaussians[0], self._group_of[place]
-                group = self._group(method.param_groups[index], self._rates[index])
+                rates = self._rates[:, index, None].to(theta.dtype)  # (runs, 1, ...): goes with (runs, elements)
+                group = self._group(method.param_groups[index], rates)
                 owners = self._owners.get(place)
                 s = method._noise_precision(PackSlot(0, pack.weights, group, pack.weights, pack.state, owners=owners))
                 N, steps = method.effective_num_data, pack.state["step"]
@@ -393,13 +394,10 @@ class TrainStep:
             buffer.copy_(tensor, non_blocking=True)
 
     def _send_rates(self) -> None:
-        values = []
-        for group in self._methods[0].param_groups:
-            betas = group.get("betas", (0.0, 0.0))
-            values.append([float(group.get(name, 0.0)) for name in RATES] + [float(beta) for beta in betas])
+        values = [[_rates_of(group) for group in method.param_groups] for method in self._methods]
         if values != self._known_rates:
             self._rates.copy_(torch.tensor(values, dtype=torch.float64))
-            self._lr.copy_(self._rates[:, RATES.index("lr")])
+            self._lr.copy_(self._rates[..., RATES.index("lr")])
             self._known_rates = values
 
     # ------------------------------------------------------------------ packs and buffers are the model's own
@@ -473,8 +471,8 @@ class TrainStep:
             from bsam.engine.tracing import Captured
 
             with ExitStack() as stack:
-                for step in self._torch_steps:
-                    stack.enter_context(step.reading(self._lr))
+                for step, rates in zip(self._torch_steps, self._lr, strict=True):
+                    stack.enter_context(step.reading(rates))
                 written = [t for step in self._torch_steps for t in step.state()]
                 self._captured_steps = signatures, Captured(self._step_each, self.device, self._snapshot(written))
         self._captured_steps[1]()
@@ -515,6 +513,12 @@ def _in_precision(loss_fn: LossFunction, precision: str | None, device: torch.de
             return loss_fn(*batch)
 
     return under_autocast
+
+
+def _rates_of(group: dict[str, Any]) -> list[float]:
+    """The rates of a group, and its two betas; 0 for those that it does not have."""
+    betas = group.get("betas", (0.0, 0.0))
+    return [float(group.get(name, 0.0)) for name in RATES] + [float(beta) for beta in betas]
 
 
 def _tensors(batch: Any) -> list[Tensor]:

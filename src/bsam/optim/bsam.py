@@ -33,7 +33,8 @@ Where this differs from print, and why:
   absolute value of the average, as printed. They agree for one split.
 - The printed order of lines 8 and 9 is kept: omega moves with the new s (the authors' code: with the old one).
 - The derivation has sqrt(N s) |g| in line 8; algorithm and code have sqrt(s) |g|, "because it performed better".
-  On a quadratic with curvature h the stationary s is therefore delta + gamma + h sqrt(2 / (pi N)), not delta + h.
+  On a quadratic with curvature h and exact gradients the stationary s is therefore delta + gamma + h sqrt(2 / (pi N)),
+  not delta + h; docs/algorithm.md has it with the noise of minibatches.
 - Neither print nor code corrects the bias of the averages; s starts at `init_precision`.
 - Sub-batches count by their size, so that ragged ones give the mean over all examples.
 
