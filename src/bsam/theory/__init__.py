@@ -18,6 +18,10 @@ try:
 except ModuleNotFoundError as error:
     if error.name is None or error.name.startswith("bsam"):
         raise
-    raise ModuleNotFoundError(f"bsam.theory needs {error.name}: pip install 'bsam[theory]'", name=error.name) from error
+    raise ModuleNotFoundError(
+        f"bsam.theory needs {error.name}, which is not installed. In the folder of bsam's source, write: "
+        "pip install '.[theory]'",
+        name=error.name,
+    ) from error
 
 __all__ = ["derivation", "fenchel", "gaussian", "losses", "objectives", "relaxed_bayes"]

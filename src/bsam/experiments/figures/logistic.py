@@ -332,12 +332,13 @@ def _with_sqrt_n(loss: Loss, settings: Settings, N: int) -> Gaussian:
     generator = np.random.default_rng(settings.seed)
     omega, s = np.zeros(2), np.ones(2)
     for step in range(settings.bsam_steps):
-        g = loss.gradient(omega + generator.standard_normal(2) / np.sqrt(N * s)) / N
+        theta = omega + generator.standard_normal(2) / np.sqrt(N * s)
+        g = loss.gradient(theta) / N
         omega, s = bsam_update(
             omega,
             s,
             g,
-            loss.gradient(omega + settings.bsam_rho * g / s) / N,
+            loss.gradient(theta + settings.bsam_rho * g / s) / N,
             num_data=N,
             delta=settings.prior_precision / N,
             learning_rate=settings.bsam_lr / 2 * (1 + np.cos(np.pi * step / settings.bsam_steps)),
