@@ -410,7 +410,6 @@ class TestRecord:
         assert (v["relaxed"] < 0.4 * v["bayes"]).all()
         assert (v["sampled"] > 0.6 * v["bayes"]).all()
         assert "torch" in RECORD["environment"]["packages"]
-        assert RECORD["seconds"] < 300
 
     def test_the_page_quotes_it(self):
         page = (ROOT / "docs" / "theory.md").read_text()
