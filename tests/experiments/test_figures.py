@@ -19,7 +19,7 @@ from bsam.theory.losses import logistic_regression, murphy_data, quadratic, thre
 from bsam.theory.objectives import elbo
 
 ROOT = Path(__file__).parent.parent.parent
-RECORD = json.loads((ROOT / "results" / "figures.json").read_text())
+RECORD = read_json(ROOT / "results" / "figures.json")
 
 
 @pytest.fixture(scope="module")

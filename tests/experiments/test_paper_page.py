@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import hashlib
 import html
+import html
 import json
 import os
 import re
@@ -144,7 +145,7 @@ def test_every_table_is_there_with_its_numbers(page, results):
         for block in compare(name, results / "runs").blocks:
             shown = tables[f"Table {name[-1]}: {title}, {block.title}"]
             for row, (label, *cells) in zip(block.rows, shown, strict=True):
-                assert label == row.label
+                assert html.unescape(label) == row.label
                 for cell, text in zip(row.cells, cells, strict=True):
                     assert f"paper {cell.published.printed if cell.published else '—'}" in text
                     digits = {"accuracy": 2, "nll": 3, "ece": 4, "auroc": 3}[cell.metric]
