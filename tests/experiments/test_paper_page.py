@@ -4,7 +4,6 @@ import base64
 import dataclasses
 import hashlib
 import html
-import html
 import json
 import os
 import re
