@@ -79,7 +79,10 @@ def test_the_page_of_promises_names_tests_and_records_that_exist():
 def test_the_demo_is_set_as_it_was_tuned_and_recorded():
     tuned = json.loads((ROOT / "results" / "demo_tuning.json").read_text())["methods"]
     recorded = json.loads((ROOT / "results" / "demo.json").read_text())["methods"]
-    for method, config in demo.load_demo().digits.items():
+    settings = demo.load_demo()
+    for method, config in settings.digits.items():
+        for option, values in settings.grid[method].items():
+            assert min(values) < getattr(config, option) < max(values), f"{method}: {option} is at an edge of the grid"
         best = {k: v for k, v in tuned[method]["best"].items() if k != "nll"}
         assert {k: getattr(config, k) for k in best} == best
         assert from_mapping(recorded[method]["config"]) == config

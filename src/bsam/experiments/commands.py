@@ -276,7 +276,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the page and its numbers.")] = Path("report"),
     seeds: Annotated[int | None, typer.Option(min=1, help="Seeds for each method.", show_default="3")] = None,
     tune: Annotated[
-        bool, typer.Option("--tune", help="Choose the settings anew on the validation part; 20 minutes.")
+        bool, typer.Option("--tune", help="Choose the settings anew on the validation part; up to an hour.")
     ] = False,
 ) -> None:
     """Train all methods on handwritten digits, and write a page that compares them.
