@@ -223,8 +223,10 @@ class BSAM(GaussianOptimizer):
             g, start = grad_at(theta), [slot.mean for slot in slots]
         # Counted before the second pass, to need its memory once, and as a copy: DistributedDataParallel may write
         # the next gradients where g lies.
-        mean_abs = self._option("curvature") == "mean_abs"
-        tally.add("curvature", (t.abs() if mean_abs else t.clone() for t in g))
+        if self._option("curvature") == "mean_abs":
+            tally.add_abs("curvature", g)
+        else:
+            tally.add("curvature", (t.clone() for t in g))
         worse = (  # line 5, made one by one as the weights are written
             perturbed(
                 at.to(slot.mean.dtype).to(slot.dtype),  # a loop has rounded the sample to the type of the weights

@@ -144,6 +144,10 @@ class Tally:
             for mean, value in zip(self.means[name], tensors, strict=True):
                 mean.add_(value, alpha=self.weight)
 
+    def add_abs(self, name: str, tensors: Iterable[Tensor]) -> None:
+        """Count the absolute values of what the present sub-batch says; the tensors are only read."""
+        self.add(name, (tensor.abs() for tensor in tensors))
+
 
 def emptied(tensors: list[Tensor]) -> Iterator[Tensor]:
     """The tensors one by one; the list lets go of each, so that what is computed of it can take its memory."""

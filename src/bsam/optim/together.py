@@ -186,6 +186,11 @@ class StackTally(Tally):
         """Count what all sub-batches say."""
         super().add(name, (tensor.mean(0) for tensor in tensors))
 
+    def add_abs(self, name: str, tensors: Iterable[Tensor]) -> None:
+        """Count the absolute values of what all sub-batches say, without a stack of them in memory."""
+        norms = (torch.linalg.vector_norm(tensor, 1, dim=0).div_(len(tensor)) for tensor in tensors)
+        Tally.add(self, name, norms)
+
 
 def _vmap(function: Callable[..., Any]) -> Callable[..., Any]:
     def vectorised(*arguments: Any, **constants: Any) -> Any:
