@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from workers import Build, Measure, main, profiles
 
 import bsam
-from bsam.engine.tracing import Captured
+from bsam.compiler.capture import Captured
 from bsam.experiments.models import make_model
 
 
@@ -96,7 +96,7 @@ def plain_step(method: str, *, network: str, batch: int, precision: str) -> Meas
 
     captured = {}
     for benchmark in (False, True):
-        with torch.backends.cudnn.flags(benchmark=benchmark, allow_tf32=torch.backends.cudnn.allow_tf32):
+        with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark, allow_tf32=torch.backends.cudnn.allow_tf32):
             captured[benchmark] = Captured(step, x.device, undo=lambda: None)
 
     def measure() -> dict[str, Any]:
@@ -204,10 +204,10 @@ def gpt2_shapes(width: int = 768) -> list[tuple[int, ...]]:
 
 def bsam_arithmetic(width: int = 768) -> Measure:
     """Sampling, perturbation and update of bSAM on packed parameters, gradients given: three passes over memory."""
+    from bsam.compiler.tracing import compile_function
     from bsam.engine.packs import make_packs
     from bsam.engine.sampling_triton import block_table, sample_posterior
-    from bsam.engine.tracing import Captured, compile_function
-    from bsam.optim.base import Slot, Tally
+    from bsam.optim.probing import Slot, Tally
 
     parameters = [nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in gpt2_shapes(width)]
     optimizer = bsam.BSAM(parameters, lr=0.1, num_data=1e6)
@@ -250,14 +250,14 @@ def bsam_arithmetic(width: int = 768) -> Measure:
         gradients, targets, sums = rest[:count], rest[count : 2 * count], rest[2 * count :]
         tally = Tally()
         optimizer._probe(packed(flat), targets, Given(list(gradients), list(targets)), tally)
-        for to, value in zip(sums, tally.means["curvature"], strict=True):
+        for to, value in zip(sums, tally.means["first_gradient"], strict=True):
             to.copy_(value)
         return []
 
     def update(*flat: Tensor) -> list[Tensor]:
         rest = flat[count + len(state) :]
-        statistics = {"gradient": list(rest[:count]), "curvature": list(rest[count:])}
-        optimizer._update(packed(flat), statistics, None)
+        statistics = {"gradient": list(rest[:count]), "first_gradient": list(rest[count:])}
+        optimizer._apply(packed(flat), statistics, None)
         return []
 
     flat_theta = [t[0, 0] for t in theta]

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bsam
 from bsam import metrics
 from bsam.batch_norm import recalibrate_batch_norm
+from bsam.executor import Executor
 from bsam.files import write_file
 from bsam.posterior import DiagonalGaussian, PointMass
 from bsam.prediction import GaussianPredictions, Predictions, passes, predict
@@ -28,7 +29,7 @@ D, K = 4, 3
 @pytest.fixture(autouse=True)
 def try_vmap(monkeypatch):
     """Choose as on an accelerator, where vmap is tried first."""
-    monkeypatch.setattr(passes, "_launch_bound", lambda device: True)
+    monkeypatch.setattr(Executor, "launch_bound", lambda device: True)
 
 
 def seeded(make, dtype=torch.float64, seed=0):
@@ -394,7 +395,11 @@ def test_models_that_vmap_refuses(make):
     model, x = seeded(make), vectors(12)
     q = gaussian(model)
     before = state_of(model)
-    result = predict(model, q, x, num_samples=6, batch_size=5)
+    with pytest.warns(
+        UserWarning, match="computed in a loop over the samples, because vmap failed with Runt"
+    ) as warned:
+        result = predict(model, q, x, num_samples=6, batch_size=5)
+    assert len(warned) == 1
     assert result.computed_by.startswith("loop, because vmap failed with RuntimeError: ")
     literal = literal_outputs(model, q, x[:5], 6).softmax(-1).mean(0).log()
     torch.testing.assert_close(result.log_probs[:5], literal, rtol=1e-12, atol=1e-12)
@@ -413,7 +418,8 @@ def test_fallback_in_a_later_batch():
         y = model(x)
         return y if len(x) == 5 or y.sum() > math.inf else 1 * y  # vmap fails at the last batch, of 2
 
-    result = predict(layer, gaussian(layer), x, num_samples=4, batch_size=5, forward=forward)
+    with pytest.warns(UserWarning, match="computed in a loop over the samples, because vmap failed"):
+        result = predict(layer, gaussian(layer), x, num_samples=4, batch_size=5, forward=forward)
     assert result.computed_by.startswith("loop, because vmap failed")
     assert_close(predict(layer, gaussian(layer), x, num_samples=4), result)
 

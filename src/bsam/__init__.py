@@ -1,5 +1,6 @@
 """SAM and variational Bayes in one optimizer."""
 
+from bsam import kernels as _kernels  # noqa: F401  # its operators register with the compiler
 from bsam import metrics
 from bsam.batch_norm import recalibrate_batch_norm
 from bsam.engine import TrainStep

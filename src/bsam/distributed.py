@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bsam.interrupts import interruptible
 
-__all__ = ["all_reduce_sum", "broadcast", "rank_of"]
+__all__ = ["all_reduce_sum", "average_over_ranks", "broadcast", "rank_of"]
 
 
 def rank_of(group: dist.ProcessGroup) -> int:
@@ -20,6 +20,40 @@ def rank_of(group: dist.ProcessGroup) -> int:
     if rank < 0:
         raise ValueError("this process is not a member of the given process_group: hand each rank a group it is in.")
     return rank
+
+
+def average_over_ranks(
+    group: dist.ProcessGroup,
+    size: int,
+    means: list[Tensor],
+    losses: list[Tensor],
+    seen: list[bool],
+    buffers: list[Tensor],
+) -> list[bool]:
+    """Turn this rank's means into means over all examples of all ranks, in place: the one all-reduce of a step.
+
+    Args:
+        group: The ranks.
+        size: How many examples this rank has.
+        means: Over this rank's examples.
+        losses: The same of the losses.
+        seen: Which parameters a gradient reached on this rank.
+        buffers: Summed over the ranks.
+
+    Returns:
+        Which parameters a gradient reached on any rank.
+    """
+    device = means[0].device if means else losses[0].device
+    sums = [mean.mul_(size) for mean in means]
+    total_losses = [loss.to(device) * size for loss in losses]
+    count = torch.tensor([float(size)], device=device)
+    reached = torch.tensor([float(found) for found in seen], device=device)
+    all_reduce_sum([*sums, *total_losses, count, reached, *buffers], group)
+    for loss, total in zip(losses, total_losses, strict=True):
+        loss.copy_(total / count.item())
+    for total in sums:
+        total.div_(count.item())
+    return [found > 0 for found in reached.tolist()]
 
 
 def all_reduce_sum(tensors: list[Tensor], group: dist.ProcessGroup) -> None:

@@ -9,9 +9,7 @@ numbers.
 from __future__ import annotations
 
 import contextlib
-import functools
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,27 +17,28 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp
 
 from bsam.backward import watched_backward
-from bsam.batch_norm import BufferSnapshot, all_buffers
-from bsam.forward import map_tensors
+from bsam.batches import map_tensors, num_examples, some_examples
+from bsam.executor import Executor, quiet_vmap
 from bsam.interrupts import interruptible
+from bsam.modules import (
+    BufferSnapshot,
+    GradientSnapshot,
+    LossFunction,
+    LossModule,
+    all_buffers,
+    checked_loss,
+    keys_of,
+)
 
 __all__ = [
-    "LossFunction",
-    "LossModule",
     "Moments",
     "PerExample",
     "batch_gradient",
     "chunk_size",
-    "differentiable",
-    "fails_again",
-    "keys_of",
     "output_sums",
     "reached_by",
-    "some_examples",
     "without_autocast",
 ]
-
-LossFunction = Callable[..., Tensor | float]
 
 _STACK_BYTES = 256 * 2**20
 """The most memory that the gradients of one chunk of examples take."""
@@ -63,7 +62,7 @@ def batch_gradient(
         parameter.grad = None
     with torch.enable_grad(), watched_backward(parameters) as calls:
         with interruptible():
-            loss = _checked_loss(loss_fn(*batch))
+            loss = checked_loss(loss_fn(*batch))
         if loss.requires_grad and all(parameter.grad is None for parameter in parameters):
             with without_autocast(loss.device), interruptible():
                 torch.autograd.backward(loss)
@@ -97,8 +96,7 @@ class PerExample:
 
     def __init__(self, module: nn.Module, vectorise: bool | None = None) -> None:
         self._module = module
-        self._vectorise = vectorise
-        self._failed = False
+        self._executor = Executor(vectorise, "gradients are computed one example at a time", module)
         self._checked = False
 
     def moments(
@@ -122,7 +120,7 @@ class PerExample:
                 mean.add_(stack.sum(dim=0))
                 square.add_(stack.square().sum(dim=0))
             total = total + losses.sum()
-        size = _num_examples(batch)
+        size = num_examples(batch)
         for tensor in (*first, *second):
             tensor.div_(size)
         return Moments(first, second, torch.as_tensor(total / size))
@@ -134,42 +132,20 @@ class PerExample:
 
         Vmapped passes leave the buffers as they are: which example's would they be?
         """
-        size, start, failure = _num_examples(batch), 0, None
+        size, start = num_examples(batch), 0
         while start < size:
-            many = failure is None and self._vectorises(parameters)
-            stop = start + (chunk_size(parameters) if many else 1)
+            pays = bool(parameters) and _vmap_pays(parameters)
+            stop = start + (chunk_size(parameters) if self._executor.tries_vmap(pays) and parameters else 1)
             piece = some_examples(batch, start, stop)
-            if many:
-                attempt = functools.partial(self._vmapped, parameters, loss_fn, piece, reached)
-                buffers = BufferSnapshot(all_buffers(self._module))
-                try:
-                    result = attempt()
-                except RuntimeError as error:
-                    if self._vectorise or not fails_again(attempt, error, buffers):
-                        raise
-                    failure = error  # a mistake of the user's will come again in the loop
-                    continue
-                finally:
-                    buffers.restore()  # one that was replaced holds a tensor of torch.func
-            else:
-                result = self._single(parameters, loss_fn, piece, reached)
-            yield result
-            start = stop
-        if failure is not None:
-            self._failed = True
-            reason = str(failure).strip().partition("\n")[0]
-            warnings.warn(
-                f"gradients are computed one example at a time, because vmap failed with {type(failure).__name__}: "
-                f"{reason}",
-                stacklevel=2,
+            yield from self._executor.run(
+                lambda: [self._vmapped(parameters, loss_fn, piece, reached)],  # noqa: B023  # called at once
+                lambda: [  # one after the other
+                    self._single(parameters, loss_fn, some_examples(piece, i, i + 1), reached)  # noqa: B023
+                    for i in range(num_examples(piece))  # noqa: B023
+                ],
+                pays=pays,
             )
-
-    def _vectorises(self, parameters: Sequence[Tensor]) -> bool:
-        if self._failed or not parameters:
-            return False
-        if self._vectorise is not None:
-            return self._vectorise
-        return parameters[0].device.type != "cpu" or _num_bytes(parameters) <= _LOOP_BYTES
+            start = stop
 
     def _single(
         self, parameters: Sequence[Tensor], loss_fn: LossFunction, example: tuple[Any, ...], reached: list[bool]
@@ -218,9 +194,12 @@ class PerExample:
                 (gradients,) = pullback(torch.ones_like(loss))
             return gradients, loss
 
-        with warnings.catch_warnings(), torch.enable_grad():
-            warnings.filterwarnings("ignore", message="There is a performance drop")  # not in the user's hands
-            stacks, losses = torch.vmap(one, randomness="different")(*tensors)
+        buffers = BufferSnapshot(all_buffers(self._module))
+        try:
+            with torch.enable_grad():
+                stacks, losses = quiet_vmap(one, randomness="different")(*tensors)
+        finally:
+            buffers.restore()  # one that was replaced holds a tensor of torch.func
         return [stack.detach() for stack in stacks], losses.detach()
 
     def _check(
@@ -228,12 +207,8 @@ class PerExample:
     ) -> None:
         """Find out by the first example which parameters are part of the loss, and whether vmap can do it."""
         example = some_examples(batch, 0, 1)
-        buffers = BufferSnapshot(all_buffers(self._module))
-        try:
-            with _same_randomness(parameters):
-                self._vmap(parameters, loss_fn, example)
-        finally:
-            buffers.restore()
+        with _same_randomness(parameters):
+            self._vmap(parameters, loss_fn, example)
         for i, found in enumerate(reached_by(self._module, parameters, loss_fn, example)):
             reached[i] |= found
 
@@ -247,7 +222,7 @@ def reached_by(
     hold on to parameters by itself, in a list say. Their gradient would be lost. Buffers, the state of the generators
     and all `.grad` stay what they are.
     """
-    buffers, grads = BufferSnapshot(all_buffers(module)), [p.grad for p in parameters]
+    buffers, grads = BufferSnapshot(all_buffers(module)), GradientSnapshot(parameters)
     try:
         for parameter in parameters:
             parameter.grad = None
@@ -268,31 +243,7 @@ def reached_by(
         return [gradient is not None for gradient in found[: len(handed)]]
     finally:
         buffers.restore()
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad
-
-
-def fails_again(attempt: Callable[[], Any], error: RuntimeError, buffers: BufferSnapshot) -> bool:
-    """Whether a vmapped attempt that raised `error` raises again: only then vmap is to blame, and a loop may help.
-
-    An error of torch.func comes every time. One that does not was raised by the user's loss function.
-    """
-    buffers.restore()
-    try:
-        attempt()
-    except RuntimeError as again:
-        return type(again) is type(error)
-    finally:
-        buffers.restore()
-    return False
-
-
-def keys_of(module: nn.Module, parameters: Sequence[Tensor]) -> list[str]:
-    """The names of the parameters in a `LossModule` of the module."""
-    names = {id(p): f"module.{name}" for name, p in module.named_parameters()}
-    if any(id(p) not in names for p in parameters):
-        raise RuntimeError("some parameters do not belong to module=")
-    return [names[id(p)] for p in parameters]
+        grads.restore()
 
 
 def output_sums(net: nn.Module, inputs: Any, rows: Tensor) -> tuple[LossFunction, tuple[Any, ...]]:
@@ -310,45 +261,8 @@ def output_sums(net: nn.Module, inputs: Any, rows: Tensor) -> tuple[LossFunction
     return weighted_sum, (repeated, rows.flatten(0, 1))
 
 
-@contextlib.contextmanager
-def differentiable(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Let the parameters take gradients; afterwards each has its own flag and `.grad` again."""
-    before = [(p, p.requires_grad, p.grad) for p in parameters]
-    try:
-        for parameter in parameters:
-            parameter.requires_grad_()
-        yield
-    finally:
-        for parameter, flag, grad in before:
-            parameter.grad = grad
-            parameter.requires_grad_(flag)
-
-
-class LossModule(nn.Module):
-    """A module whose forward is the loss function, and whose weights are those of the model it closes over."""
-
-    def __init__(self, module: nn.Module, loss_fn: LossFunction) -> None:
-        super().__init__()
-        self.module = module
-        self._function = [loss_fn]  # in a list: it may be a module, and would be registered as a part of this one
-
-    def forward(self, batch: tuple[Any, ...]) -> Tensor:
-        """The loss."""
-        with interruptible():  # here: functional_call writes into the module, and that must be whole
-            loss = _checked_loss(self._function[0](*batch))
-        return loss.reshape(())
-
-
-def _num_examples(batch: tuple[Any, ...]) -> int:
-    lengths: list[int] = []
-    map_tensors(lambda t: lengths.append(len(t)), batch)
-    return lengths[0]
-
-
-@torch.enable_grad()
-def some_examples(batch: Any, start: int, stop: int) -> Any:
-    """A part of a batch, or of the inputs of one."""
-    return map_tensors(lambda t: t[start:stop], batch)
+def _vmap_pays(parameters: Sequence[Tensor]) -> bool:
+    return parameters[0].device.type != "cpu" or _num_bytes(parameters) <= _LOOP_BYTES
 
 
 def _num_bytes(parameters: Sequence[Tensor]) -> int:
@@ -374,16 +288,3 @@ def without_autocast(device: torch.device) -> Iterator[None]:
     """Leave a surrounding autocast region: a backward pass belongs outside of it."""
     with torch.autocast(device.type, enabled=False):
         yield
-
-
-def _checked_loss(loss: Any) -> Tensor:
-    if isinstance(loss, int | float):
-        return torch.tensor(float(loss))
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"the closure returned {type(loss).__name__}: it must return the loss, a scalar tensor.")
-    if loss.numel() != 1:
-        raise ValueError(
-            f"the closure returned a tensor of shape {tuple(loss.shape)}: it must return one number, the mean loss "
-            "over the examples it was given."
-        )
-    return loss

@@ -12,10 +12,10 @@ from torch.optim import lr_scheduler
 
 import bsam
 from bsam import TrainStep
-from bsam.engine.methods import TorchStep
+from bsam.compiler import layers
 from bsam.experiments.models import make_model
-from bsam.kernels import layers
 from bsam.kernels.convolution import Convolution
+from bsam.optim.base_step import BaseStep
 from tests.networks import assert_close, make_batch, make_network, mean_loss
 from tests.optim.test_contract import assert_same
 
@@ -536,7 +536,7 @@ def test_a_fused_step_that_is_left_out_leaves_nothing(options):
     optimizer = torch.optim.SGD([parameter], lr=0.1, fused=True, **options)
     plain = nn.Parameter(torch.ones(4))
     expected = torch.optim.SGD([plain], lr=0.1, **options)
-    step = TorchStep(optimizer)
+    step = BaseStep(optimizer, hooks=True)
     for value, refused in ((torch.nan, 1.0), (2.0, 0.0), (torch.nan, 1.0), (3.0, 0.0)):
         step([(parameter, torch.full((4,), value))], torch.tensor(refused))
         if not refused:
@@ -880,7 +880,7 @@ def test_every_replay_has_fresh_noise():
     run = on_gpu("BSAM")
     batch = gpu_batch()
     step = run.engine(batch, compile=True)
-    (pack,), (theta,) = step._packs, step._theta
+    (pack,), (theta,) = step._packs, step._draws.theta
     drawn = []
     for _ in range(3):
         omega, precision = pack.weights.clone(), 100 * pack.state["unit_precision"]
@@ -901,9 +901,9 @@ def test_the_sampling_kernel_draws_what_the_optimizer_draws(name):
     step = stacked(runs, [gpu_batch()] * 2, compile=False)
     for _ in range(2):
         step(*stack([gpu_batch()] * 2))
-    step._draw()
+    step._draws()
     for run, each in enumerate(runs):
-        for pack, theta in zip(step._packs, step._theta, strict=True):
+        for pack, theta in zip(step._packs, step._draws.theta, strict=True):
             for slot, start, size in zip(pack.runs[run], pack.offsets, pack.sizes, strict=True):
                 for split in range(SPLITS):
                     expected = each.optimizer._theta(slot, split).detach().flatten()

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch.func import functional_call, grad, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bsam.kernels.convolution import decompositions, power_of_2, weight_tiles
-from bsam.kernels.layers import OurLayers
+from bsam.compiler.layers import OurLayers
+from bsam.compiler.registry import DECOMPOSITIONS
+from bsam.kernels.convolution import power_of_2, weight_tiles
 
 ops = torch.ops.bsam
 
@@ -160,7 +161,7 @@ def test_vmap_over_the_weights_of_a_network_becomes_our_operators():
         with OurLayers():
             return torch.vmap(torch.vmap(one))(weights, x, y)
 
-    graph = make_fx(gradients, decomposition_table=decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)(
+    graph = make_fx(gradients, decomposition_table=DECOMPOSITIONS, tracing_mode="fake", _allow_non_fake_inputs=True)(
         weights, x, y
     )
     names = targets(graph)

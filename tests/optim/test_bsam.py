@@ -9,7 +9,8 @@ from torch import nn
 
 import bsam
 from bsam.noise import standard_normal
-from bsam.optim.bsam import curvature, perturbed, posterior_std, update
+from bsam.optim.bsam import curvature, perturbed, update
+from bsam.optim.variational import posterior_std
 from tests import reference
 from tests.problems import PROBLEMS, logistic, quadratic
 

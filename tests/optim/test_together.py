@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bsam
+from bsam.executor import Executor
 from bsam.optim import together
 from tests.networks import assert_close, make_batch, make_network, mean_loss
 from tests.optim.test_contract import assert_same, snapshot
@@ -63,7 +64,7 @@ def _no_loop(monkeypatch):
 @pytest.fixture
 def _no_device_check(monkeypatch):
     """Lets vectorise=None try vmap on the CPU too, as it does on a GPU."""
-    monkeypatch.setattr(together, "_prefers_loop", lambda device: False)
+    monkeypatch.setattr(Executor, "launch_bound", lambda device: True)
 
 
 @every_optimizer
@@ -100,7 +101,9 @@ def test_policies_that_go_from_split_to_split_need_the_loop(name, policy):
     options = {"module": model, "splits": 4, "batch_norm": policy}
     asked = OPTIMIZERS[name](model.parameters(), vectorise=True, **options)
     before = snapshot(model, asked)
-    with pytest.raises(ValueError, match=rf"vectorise=True cannot be had: batch_norm='{policy}' moves running stat"):
+    with pytest.raises(
+        ValueError, match=rf"vectorise=True is not possible here: batch_norm='{policy}' moves running stat"
+    ):
         asked.step(mean_loss(model), *make_batch("normalised", 16))
     assert_same(snapshot(model, asked), before)
 
@@ -337,7 +340,7 @@ def test_what_vmap_cannot_do_is_done_by_the_loop_after_one_warning(name, case):
     made = pair(name, "mlp")
     made[0][1].vectorise = None
     batches = batches_of("mlp", count=3)
-    with pytest.warns(UserWarning, match=f"the splits are computed in a loop, because vmap failed: .*{message}"):
+    with pytest.warns(UserWarning, match=f"the splits are computed in a loop, because vmap failed with .*{message}"):
         train(made, batches[:1], loss_of)
     train(made, batches[1:], loss_of)  # no second warning: it would be an error
     assert_same(made[0][0].state_dict(), made[1][0].state_dict())

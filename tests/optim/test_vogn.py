@@ -12,7 +12,8 @@ from torch import nn
 
 import bsam
 from bsam import gradients
-from bsam.optim.vogn import posterior_std, update
+from bsam.optim.variational import posterior_std
+from bsam.optim.vogn import unit_precision, update
 from tests import reference
 from tests.optim.test_bsam import STEPS, flat_noise, flat_state, run
 from tests.problems import PROBLEMS, logistic, quadratic
@@ -121,7 +122,9 @@ def test_two_groups_match_the_transcription(splits):
 
 def test_the_pure_functions_are_the_lines_of_the_algorithm():
     s, g, h = torch.tensor([0.25, 4.0]), torch.tensor([-3.0, 0.5]), torch.tensor([9.0, 1.0])
-    torch.testing.assert_close(posterior_std(s, 100.0, 0.5, 0.25), torch.tensor([0.1, 1 / math.sqrt(475)]))
+    torch.testing.assert_close(
+        posterior_std(unit_precision(s, 0.5, 0.25), 100.0), torch.tensor([0.1, 1 / math.sqrt(475)])
+    )
     options = {"alpha": 0.5, "beta1": 0.9, "beta2": 0.99, "delta": 0.1, "gamma": 0.2}
     for started, expected in [(True, 0.99 * s + 0.01 * h), (False, h)]:
         mu, m, new_s = update(torch.ones(2), 2 * g, s, g, h, started=torch.tensor(started), **options)
@@ -177,7 +180,7 @@ def test_the_noise_precision_gives_the_posterior_from_the_second_step_on():
     optimizer.step(problem.loss_fn, problem.x, problem.y)
     for slot in optimizer._slots():
         sigma = (optimizer.effective_num_data * optimizer._noise_precision(slot)).rsqrt()
-        torch.testing.assert_close(sigma, optimizer._posterior_std(slot))
+        torch.testing.assert_close(sigma, posterior_std(optimizer._unit_precision(slot), optimizer.effective_num_data))
 
 
 def test_a_skipped_first_step_was_no_first_step():

@@ -7,39 +7,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bsam.batches import map_tensors
 from bsam.engine.methods import Method
-from bsam.forward import map_tensors
-from bsam.gradients import LossFunction, reached_by
+from bsam.gradients import reached_by
+from bsam.modules import LossFunction
 from bsam.optim.probing import Slot
 
 __all__ = ["alike", "fixed_options", "one_architecture", "reached", "rows_of_runs", "unchanged"]
 
-FIXED = (
-    "splits", "nonfinite", "max_grad_norm", "batch_norm", "num_data", "augmentation_factor", "seed", "curvature",
-    "sample_noise", "statistics", "sample", "perturb", "perturb_from",
-)  # fmt: skip
-"""Options that are compiled in."""
-
-
-RATES = ("lr", "prior_precision", "damping", "rho")
-"""Options of a group that may change from step to step, and differ from run to run; they are read from the device, with
-the two betas."""
-
-_DIFFER = frozenset((*RATES, "betas", "weight_decay", "momentum", "params", "seed", "param_names", "initial_lr"))
-"""What the groups of runs that are trained together need not have in common. torch's optimizers step by themselves."""
-
 
 def alike(methods: Sequence[Method]) -> None:
-    """Raise unless the optimizers of all runs are of one kind, with the same options but for their rates."""
+    """Raise unless the optimizers of all runs are of one kind, with the same options but for their rates and seeds."""
     first = methods[0]
     for method in methods[1:]:
         if type(method) is not type(first) or len(method.param_groups) != len(first.param_groups):
             raise ValueError("runs that are trained together must have optimizers of one kind, with the same groups.")
         for group, other in zip(first.param_groups, method.param_groups, strict=True):
-            differ = [k for k in group if k not in _DIFFER and group[k] != other.get(k)]
+            one, two = first._fixed(group), method._fixed(other)
+            differ = [key for key in {**one, **two} if key != "seed" and one.get(key) != two.get(key)]
             if differ:
                 raise ValueError(
-                    f"the runs differ in {differ[0]}: {group[differ[0]]} and {other.get(differ[0])}. Runs that are "
+                    f"the runs differ in {differ[0]}: {one.get(differ[0])} and {two.get(differ[0])}. Runs that are "
                     "trained together may differ in seed, weights, data and rates only."
                 )
 
@@ -81,7 +69,7 @@ def reached(
 
 
 def rows_of_runs(batch: tuple[Any, ...], runs: int) -> None:
-    """Raise unless every tensor of a batch has one row a run, and rows that can be cut."""
+    """Raise unless every tensor of a batch has one row per run, and rows that can be cut."""
     tensors: list[Tensor] = []
     map_tensors(tensors.append, batch)
     for shape in (tuple(t.shape) for t in tensors):
@@ -93,7 +81,7 @@ def rows_of_runs(batch: tuple[Any, ...], runs: int) -> None:
 
 def fixed_options(methods: Sequence[Method]) -> list[dict[str, Any]]:
     """The options that are compiled in, of each group of each run."""
-    return [{name: group[name] for name in FIXED if name in group} for m in methods for group in m.param_groups]
+    return [dict(method._fixed(group)) for method in methods for group in method.param_groups]
 
 
 def unchanged(fixed: list[dict[str, Any]], methods: Sequence[Method]) -> None:
@@ -102,9 +90,9 @@ def unchanged(fixed: list[dict[str, Any]], methods: Sequence[Method]) -> None:
     if len(now) != len(fixed):
         raise ValueError("a group of parameters was added after the TrainStep was made: make a new one.")
     for group, before in zip(now, fixed, strict=True):
-        for name in before:
-            if group.get(name) != before[name]:
+        for name in {**before, **group}:
+            if group.get(name) != before.get(name):
                 raise ValueError(
-                    f"{name} was {before[name]} when the TrainStep was made, and is {group.get(name)} now: make a "
+                    f"{name} was {before.get(name)} when the TrainStep was made, and is {group.get(name)} now: make a "
                     "new one, because it is compiled in."
                 )

@@ -1,4 +1,4 @@
-"""Parameters and their state packed into few long buffers, so that a formula is one kernel and not one a parameter.
+"""Parameters and their state packed into few long buffers, so that a formula is one kernel, and not one per parameter.
 
 A pack holds the small parameters of one group, or one large parameter, of all runs that are trained together:
 (runs, elements). The parameters become views of it, and so do the tensors of their state; they stay the objects they
@@ -28,12 +28,15 @@ LARGE = 2**21
 class PackSlot(Slot):
     """A pack in the place of a parameter, in the formulas of a method."""
 
-    owners: Tensor | None = None
-    """Which of its parameters each element belongs to; None if it has but one, or nobody asks."""
+    ends: Tensor | None = None
+    """Where each of its parameters ends, what fills up included; None if it has but one."""
 
     def per_element(self, value: Tensor) -> Tensor:
-        """Of one number for each parameter of the pack, one for each element."""
-        return value if self.owners is None else value.index_select(-1, self.owners)
+        """Broadcast one number per parameter of the pack to the elements."""
+        if self.ends is None:
+            return value
+        elements = torch.arange(self.mean.shape[-1], device=self.ends.device)
+        return value.index_select(-1, torch.bucketize(elements, self.ends, right=True))
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Pack:
     weights: Tensor = field(init=False)
     """(runs, elements)."""
     state: dict[str, Tensor] = field(init=False)
-    """(runs, elements), or (runs, parameters) for what is one number a parameter."""
+    """(runs, elements), or (runs, parameters) for what is one number per parameter."""
 
     def __post_init__(self) -> None:
         self.shapes = [slot.parameter.shape for slot in self.runs[0]]
@@ -86,11 +89,11 @@ class Pack:
         start = self.offsets[place]
         return buffer[run, start : start + self.sizes[place]].view(self.shapes[place])
 
-    def owners(self) -> Tensor:
-        """Which of its parameters each element belongs to, those that fill up included."""
-        padded = torch.tensor([*self.offsets[1:], self.numel]) - torch.tensor(self.offsets)
-        numbers = torch.arange(len(padded), dtype=torch.int32)
-        return numbers.repeat_interleave(padded).to(self.weights.device)
+    def ends(self) -> Tensor | None:
+        """See `PackSlot`."""
+        if len(self.sizes) == 1:
+            return None
+        return torch.tensor([*self.offsets[1:], self.numel], device=self.weights.device)
 
     # ------------------------------------------------------------------ in a traced step, for one run and one split
 
@@ -103,7 +106,7 @@ class Pack:
         }
 
     def pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """One flat tensor of one a parameter."""
+        """Concatenate one tensor per parameter."""
         pieces = []
         ends = [*self.offsets[1:], self.numel]
         for tensor, start, end in zip(tensors, self.offsets, ends, strict=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bsam.engine.tracing import Captured
+from bsam.compiler.capture import Captured
 from bsam.experiments.ivon import Ivon, Loss
 
 __all__ = ["IvonStep"]

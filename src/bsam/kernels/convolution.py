@@ -8,7 +8,6 @@ own. Images (groups x examples, channels, height, width) are channels last in me
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,14 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-__all__ = ["Convolution", "better_on", "decompositions", "joined"]
+from bsam.compiler.registry import register
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-
-def better_on(device: torch.device) -> bool:
-    """Whether there are kernels for a device that are faster than torch's own."""
-    return device.type == "cuda" and _HAS_TRITON
+__all__ = ["Convolution", "joined"]
 
 
 class Convolution:
@@ -107,29 +101,8 @@ class _Convolve(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """What to trace instead of the operators where images are not channels last: the compiler converts on the way."""
-    ops = torch.ops.bsam
-
-    def of_one(operator: Any) -> Callable[..., Any]:
-        def converted(x: Tensor, w: Tensor, *rest: Any) -> Any:
-            return NotImplemented if _is_last(x) else operator(_last(x), w, *rest)
-
-        return converted
-
-    def weight_gradient(dy: Tensor, x: Tensor, *rest: Any) -> Any:
-        right = _is_last(dy) and _is_last(x)
-        return NotImplemented if right else ops.convolution_weight_gradient(_last(dy), _last(x), *rest)
-
-    return {
-        ops.convolution.default: of_one(ops.convolution),
-        ops.convolution_input_gradient.default: of_one(ops.convolution_input_gradient),
-        ops.convolution_weight_gradient.default: weight_gradient,
-    }
-
-
 def joined(t: Tensor, dim: int | None, count: int) -> Tensor:
-    """The dimension of vmap in front, and joined with what is the first otherwise."""
+    """Flatten the vmap dimension into dimension 0."""
     return (t.expand(count, *t.shape) if dim is None else t.movedim(dim, 0)).flatten(0, 1)
 
 
@@ -305,3 +278,37 @@ def _(
     images = joined(dy, dims[0], count), joined(x, dims[1], count)
     dw = torch.ops.bsam.convolution_weight_gradient(*images, size, count * groups, *rest)
     return dw.unflatten(0, (count, -1)), 0
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """What to trace instead of the operators where images are not channels last: the compiler converts on the way."""
+    ops = torch.ops.bsam
+
+    def of_one(operator: Any) -> Callable[..., Any]:
+        def converted(x: Tensor, w: Tensor, *rest: Any) -> Any:
+            return NotImplemented if _is_last(x) else operator(_last(x), w, *rest)
+
+        return converted
+
+    def weight_gradient(dy: Tensor, x: Tensor, *rest: Any) -> Any:
+        right = _is_last(dy) and _is_last(x)
+        return NotImplemented if right else ops.convolution_weight_gradient(_last(dy), _last(x), *rest)
+
+    return {
+        ops.convolution.default: of_one(ops.convolution),
+        ops.convolution_input_gradient.default: of_one(ops.convolution_input_gradient),
+        ops.convolution_weight_gradient.default: weight_gradient,
+    }
+
+
+def _convolve(*arguments: Any, **options: Any) -> Any:
+    """`torch.conv2d`, where our operators can do it."""
+    convolution = Convolution(*arguments, **options)
+    return convolution() if convolution.fits else NotImplemented
+
+
+register(
+    layers={torch.conv2d: _convolve},
+    decompositions=_decompositions(),
+    weight_gradients=[(torch.ops.bsam.convolution_weight_gradient.default, None)],
+)

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bsam.kernels.convolution import better_on, joined
+from bsam.compiler.registry import better_on, register
+from bsam.kernels.convolution import joined
 
-__all__ = ["decompositions", "normalise", "normalise_backward"]
+__all__ = ["normalise", "normalise_backward"]
 
 LARGEST_IMAGE = 4096
 """Pixels that a kernel can hold in registers."""
@@ -103,27 +104,6 @@ def _flat(x: Tensor) -> Tensor:
     """The image, with its pixels at one distance from each other."""
     flat = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
     return x if flat else x.contiguous(memory_format=torch.channels_last)
-
-
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """What to trace instead of the operators where they would convert a layout: the compiler does it on the way."""
-    ops = torch.ops.bsam
-
-    def filter_response(x: Tensor, *rest: Any) -> Any:
-        *vectors, skip, eps = rest
-        if skip is None or _laid_out_as(x, skip) is skip:
-            return NotImplemented
-        return ops.filter_response(x, *vectors, _laid_out_as(x, skip), eps)
-
-    def filter_response_backward(dz: Tensor, x: Tensor, *rest: Any) -> Any:
-        if _laid_out_as(x, dz) is dz:
-            return NotImplemented
-        return ops.filter_response_backward(_laid_out_as(x, dz), x, *rest)
-
-    return {
-        ops.filter_response.default: filter_response,
-        ops.filter_response_backward.default: filter_response_backward,
-    }
 
 
 # ------------------------------------------------------------------ operators
@@ -227,3 +207,31 @@ def _(info: Any, dims: Any, dz: Tensor, x: Tensor, *rest: Tensor) -> Any:
         joined(r, dims[6], count),
     )
     return tuple(t.unflatten(0, (info.batch_size, -1)) for t in (dx, sums)), (0, 0)
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """What to trace instead of the operators where they would convert a layout: the compiler does it on the way."""
+    ops = torch.ops.bsam
+
+    def filter_response(x: Tensor, *rest: Any) -> Any:
+        *vectors, skip, eps = rest
+        if skip is None or _laid_out_as(x, skip) is skip:
+            return NotImplemented
+        return ops.filter_response(x, *vectors, _laid_out_as(x, skip), eps)
+
+    def filter_response_backward(dz: Tensor, x: Tensor, *rest: Any) -> Any:
+        if _laid_out_as(x, dz) is dz:
+            return NotImplemented
+        return ops.filter_response_backward(_laid_out_as(x, dz), x, *rest)
+
+    return {
+        ops.filter_response.default: filter_response,
+        ops.filter_response_backward.default: filter_response_backward,
+    }
+
+
+register(
+    decompositions=_decompositions(),
+    # dx, its first output, is used at once; the sums, its second, are not.
+    weight_gradients=[(torch.ops.bsam.filter_response_backward.default, 1)],
+)

@@ -1,6 +1,7 @@
-"""Weighted sums in one pass over memory, where the weight is a number.
+"""Arithmetic of the updates: weighted sums in one pass over memory, norms, and writing in place.
 
-In a compiled step (`bsam.TrainStep`) weights are tensors, read from the device, and the compiler fuses the terms.
+Weights of sums are numbers, or tensors. In a compiled step (`bsam.TrainStep`) they are tensors, read from
+the device, and the compiler fuses the terms.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["average", "plus", "plus_quotient"]
+__all__ = ["all_finite", "average", "clip_gradient", "plus", "plus_quotient", "total_norm", "write"]
 
 
 def plus(a: Tensor, b: Tensor, weight: float | Tensor) -> Tensor:
@@ -26,3 +27,37 @@ def plus_quotient(a: Tensor, b: Tensor, c: Tensor, weight: float | Tensor, *, in
 def average(a: Tensor, b: Tensor, keep: float | Tensor) -> Tensor:
     """keep a + (1 - keep) b, which may be written into b."""
     return keep * a + (1 - keep) * b if isinstance(keep, Tensor) else b.lerp_(a, keep)
+
+
+# ------------------------------------------------------------------ of all parameters
+
+
+def total_norm(tensors: list[Tensor]) -> Tensor:
+    """The norm of all tensors together, on the first one's device."""
+    if not tensors:
+        return torch.zeros(())
+    norms = [torch.linalg.vector_norm(t) for t in tensors]  # torch.nn.utils.get_total_norm cannot be vmapped
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    return total
+
+
+def clip_gradient(gradient: list[Tensor], limit: float | None) -> None:
+    """Scale the averaged gradient down to a norm of `limit`, as `torch.nn.utils.clip_grad_norm_` does."""
+    if limit is not None and gradient:
+        scale = (limit / (total_norm(gradient) + 1e-6)).clamp(max=1.0)
+        for tensor in gradient:
+            tensor.mul_(scale.to(tensor.device))
+
+
+def all_finite(tensors: list[Tensor]) -> Tensor:
+    """A 0-dim boolean: whether there is no infinity and no NaN."""
+    device = tensors[-1].device
+    # A sum is finite if its terms are, unless they are near the largest number there is. It is one pass over memory,
+    # where isfinite() is four, which no CPU vectorises.
+    sums = [t.sum(dtype=torch.promote_types(t.dtype, torch.float32)).to(device, torch.float64) for t in tensors]
+    return torch.stack(sums).isfinite().all()
+
+
+def write(target: Tensor, value: Tensor, accept: Tensor | None) -> None:
+    """Write `value` into `target` in place, unless `accept` is given and false."""
+    target.copy_(value if accept is None else torch.where(accept.to(target.device), value.to(target.dtype), target))

@@ -17,60 +17,59 @@ one it must be that, or zero, or None. Parameters of other optimizers keep the `
 
 from __future__ import annotations
 
-import difflib
 import functools
 import warnings
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from bsam import batch_norm as bn
-from bsam.distributed import all_reduce_sum, broadcast, rank_of
-from bsam.gradients import LossFunction, PerExample
+from bsam.batches import split_batch
+from bsam.distributed import average_over_ranks, broadcast, rank_of
+from bsam.executor import Executor
+from bsam.gradients import PerExample
 from bsam.interrupts import deferred
+from bsam.modules import (
+    BufferSnapshot,
+    GradientSnapshot,
+    LossFunction,
+    all_buffers,
+    restored_on_failure,
+    running_statistics,
+)
 from bsam.optim import options
-from bsam.optim.batch import split_batch
-from bsam.optim.probing import GradAt, Gradients, Slot, Tally
-from bsam.optim.together import Parts, Together
+from bsam.optim.arithmetic import all_finite, clip_gradient, write
+from bsam.optim.base_step import BaseStep
+from bsam.optim.checked import CheckedOptimizer, slots_of
+from bsam.optim.leftover import not_left, note_as_left
+from bsam.optim.probing import GradAt, Gradients, MeanSnapshot, Slot, Tally, emptied
+from bsam.optim.together import Parts, obstacle_to_stacking, probe_together
 from bsam.posterior import PointMass, Posterior
 from bsam.posterior.base import holds_sample
+from bsam.torch_private import own_buffers
 
 __all__ = ["ProbingOptimizer"]
 
-_ADDED_BY_OTHERS = frozenset(
-    ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "lr_scale", "name", "param_names")
-)
-"""Keys of a parameter group that schedulers and trainers write, and that no optimizer reads."""
-
-_left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-"""The gradients that steps left in `.grad`, by id, with their versions, which count the changes in place.
-
-Not a weak dictionary: its callbacks run wherever a gradient dies, and Python drops an interrupt that arrives in one.
-"""
+Probed = tuple[list[Tensor], dict[str, list[Tensor]]]
+"""The mean losses of each pass, and the mean statistics, one tensor per slot."""
 
 
-class ProbingOptimizer(Optimizer):
+class ProbingOptimizer(CheckedOptimizer):
     """Base of the optimizers that look at several points before they move.
 
-    A subclass gives `_probe` and `_update`, and checks its options in `_check_group`.
+    A method is a subclass. It declares which of its options are `rates`, gives the state of a parameter
+    (`_fresh_state`), says what it asks of a sub-batch (`_probe`) and how it moves (`_update`), and checks its options
+    (`_check_group`). Nobody asks which method it is: loop, vmap, ranks and `bsam.TrainStep` use these alone.
     """
 
     # GradScaler.step() hands its scale to optimizers that have this flag: the only place where it can be met
     # by name. See `grad_scale`.
     _step_supports_amp_scaling = True
 
-    _made = False  # until the constructor is done: torch checks all groups first, then we check the module
-
-    whole_options: tuple[str, ...] = ("splits", "nonfinite", "max_grad_norm", "batch_norm")
-    """Options of the whole optimizer. They are in every group, so that `state_dict` holds them, and must agree."""
-
-    absent_options: ClassVar[dict[str, Any]] = {}
-    """What an option is in a state that was saved before the option existed, where that is not its default."""
+    whole_options: ClassVar[tuple[str, ...]] = ("splits", "nonfinite", "max_grad_norm", "batch_norm")
 
     def __init__(
         self,
@@ -92,19 +91,35 @@ class ProbingOptimizer(Optimizer):
         self._made = True
 
     def _reset(self) -> None:
-        """Set what is neither option nor state: a copy or a restored optimizer starts with this."""
         self._away: str | None = None  # why the weights are not at their mean just now
         self._warned: set[int | str] = set()  # what a warning was given for
         self._skipped: Tensor | None = None
         self._synchronised = False
-        self._together = Together()
-        self._per_example: PerExample | None = None  # of a method that looks at examples one by one
+        self._executor = Executor(self.vectorise, "the splits are computed in a loop", self.module)
+        self._known_closure: Any = None  # the code of the last loss function whose use of the weights was looked at
+        self._per_example = PerExample(self.module, self.vectorise) if self.per_example and self.module else None
 
     # ------------------------------------------------------------------ the method, given by a subclass
 
+    rates: ClassVar[tuple[str, ...]] = ()
+    """Options of a group, numbers or tuples of numbers, that may change from step to step, and differ between runs that
+    are trained together. A compiled step reads them from the device; all other options are compiled in."""
+
+    per_example: ClassVar[bool] = False
+    """Whether the probe asks for `grad_at.moments`, the gradients of single examples, and for nothing else."""
+
     def _theta(self, slot: Slot, split: int) -> Tensor:
-        """The weights of a slot in the first pass; `split` counts over all ranks."""
+        """The weights of a slot in the first pass: its mean, or a sample; `split` counts over all ranks."""
         return slot.mean
+
+    def _noise_precision(self, slot: Slot) -> Tensor | None:
+        """s, where `_theta` adds noise of variance 1 / (N s) to the mean; None where it adds none."""
+        return None
+
+    @property
+    def effective_num_data(self) -> float:
+        """N, the number of examples that the noise knows."""
+        return 1.0
 
     def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
         """Look at one sub-batch, first at the weights `theta`; count in `tally` what it says.
@@ -114,19 +129,9 @@ class ProbingOptimizer(Optimizer):
         """
         raise NotImplementedError
 
-    def _update(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
-        """Move weights and state; where the 0-dim boolean `accept` is given and false, leave them.
-
-        The lists of the statistics are the method's own: it may empty them as it goes, to free their memory.
-        """
+    def _update(self, slot: Slot, **statistics: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The new weights and state of a slot, by the averages of what the probes counted. Formulas only."""
         raise NotImplementedError
-
-    def _keep(self, slots: list[Slot], accept: Tensor | None = None) -> None:
-        """Make the state of stepped slots the optimizer's own, where it is not yet and the step was accepted."""
-
-    def _fresh_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """The state of a parameter that has not been stepped yet."""
-        return {}
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise if an option of this group is out of range."""
@@ -182,32 +187,25 @@ class ProbingOptimizer(Optimizer):
             slots = self._slots()
 
         known = self.module.parameters() if self.module is not None else (slot.parameter for slot in slots)
-        grads = [(parameter, parameter.grad) for parameter in known]
-        buffers = bn.BufferSnapshot(bn.all_buffers(self.module) if self.module is not None else ())
+        buffers = BufferSnapshot(all_buffers(self.module) if self.module is not None else ())
         self._away = "inside a step"
         try:
-            losses, statistics = self._average(slots, closure, parts)
-            finite = all_finite([*losses, *(t for tensors in statistics.values() for t in tensors)])
-            accept = None if self._option("nonfinite") == "raise" else finite
-            if accept is None and not finite:
-                raise FloatingPointError(self._describe_nonfinite(slots, losses, statistics))
-            clip_gradient(statistics["gradient"], self._option("max_grad_norm"))
-            write_means(slots)
-            if accept is not None:
-                buffers.restore(unless=accept)
-            for slot, gradient in zip(slots, statistics["gradient"], strict=True):
-                slot.parameter.grad = gradient.to(slot.parameter.dtype) if slot.seen else None
-            seen = [i for i, slot in enumerate(slots) if slot.seen]
-            stepped = [slots[i] for i in seen]
-            statistics = {name: [tensors[i] for i in seen] for name, tensors in statistics.items()}
-            self._update(stepped, statistics, accept)
-            self._keep(stepped, accept)
-        except BaseException:
-            write_means(slots)
-            for parameter, grad in grads:
-                parameter.grad = grad
-            buffers.restore()
-            raise
+            with restored_on_failure(MeanSnapshot(slots), GradientSnapshot(known), buffers):
+                losses, statistics = self._average(slots, closure, parts)
+                finite = all_finite([*losses, *(t for tensors in statistics.values() for t in tensors)])
+                accept = None if self._option("nonfinite") == "raise" else finite
+                if accept is None and not finite:
+                    raise FloatingPointError(self._describe_nonfinite(slots, losses, statistics))
+                clip_gradient(statistics["gradient"], self._option("max_grad_norm"))
+                MeanSnapshot(slots).restore()
+                if accept is not None:
+                    buffers.restore(unless=accept)
+                for slot, gradient in zip(slots, statistics["gradient"], strict=True):
+                    slot.parameter.grad = gradient.to(slot.parameter.dtype) if slot.seen else None
+                seen = [i for i, slot in enumerate(slots) if slot.seen]
+                stepped = [slots[i] for i in seen]
+                statistics = {name: [tensors[i] for i in seen] for name, tensors in statistics.items()}
+                self._move(stepped, statistics, accept)
         finally:
             torch.clear_autocast_cache()
             self._away = None
@@ -215,22 +213,13 @@ class ProbingOptimizer(Optimizer):
         if accept is not None:
             refused = (~accept).long()
             self._skipped = refused if self._skipped is None else self._skipped.add_(refused)
-        _note_as_left(slot.parameter.grad for slot in stepped)
+        note_as_left(slot.parameter.grad for slot in stepped)
         self._warn_of_unseen(slots)
         return losses[0]
 
     def _check_gradients(self, slots: list[Slot]) -> None:
         """Raise if there are gradients that no step left there: they would be dropped."""
-        strange = []
-        for slot in slots:
-            grad = slot.parameter.grad
-            if grad is not None and not _was_left(grad):
-                strange.append((slot, grad))
-        if not strange:
-            return
-        device = strange[0][1].device
-        found = torch.stack([grad.any().to(device) for _, grad in strange]).tolist()
-        names = [self._name(slot) for (slot, _), nonzero in zip(strange, found, strict=True) if nonzero]
+        names = [self._name(slots[i]) for i in not_left([slot.parameter for slot in slots])]
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise RuntimeError(
@@ -240,25 +229,64 @@ class ProbingOptimizer(Optimizer):
                 "optimizer.zero_grad() first."
             )
 
-    def _average(
-        self, slots: list[Slot], closure: LossFunction, parts: Parts
-    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    def _average(self, slots: list[Slot], closure: LossFunction, parts: Parts) -> Probed:
         """Probe every part; return the mean losses of each pass and the mean statistics, over parts and ranks."""
-        total = sum(size for _, size in parts)
         first = 0 if self.process_group is None else rank_of(self.process_group) * self._option("splits")
-        together = self._together.probe(self, slots, closure, parts, first)
-        if together is not None:
-            means, statistics = together
-        else:
-            means, statistics = self._probe_in_turn(slots, closure, parts, first)
-            self._together.looped()
+        losses, statistics = self._probe_parts(slots, closure, parts, first)
         if self.process_group is not None:
-            self._average_over_ranks(slots, statistics, means, total)
-        return means, statistics
+            share, buffers = self._share_of_statistics(), []
+            if share is not None and self.module is not None:
+                found = [own_buffers(owner)[name] for owner, name in running_statistics(self.module)]
+                buffers = [b.mul_(share) for b in found if b is not None and b.is_floating_point()]
+            size = sum(size for _, size in parts)
+            means = [t for tensors in statistics.values() for t in tensors]
+            seen = [slot.seen for slot in slots]
+            reached = average_over_ranks(self.process_group, size, means, losses, seen, buffers)
+            for slot, is_seen in zip(slots, reached, strict=True):
+                slot.seen = is_seen
+        return losses, statistics
 
-    def _probe_in_turn(
-        self, slots: list[Slot], closure: LossFunction, parts: Parts, first: int
-    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    def _share_of_statistics(self) -> float | None:
+        """How much this rank's running statistics count; None if they do not move.
+
+        First split: the one of rank 0. Otherwise: the mean over ranks. Counters are equal on all ranks.
+        """
+        policy, group = self._option("batch_norm"), self.process_group
+        if policy == "none" or group is None:
+            return None
+        return float(rank_of(group) == 0) if policy == "first_split" else 1 / dist.get_world_size(group)
+
+    def _probe_parts(self, slots: list[Slot], closure: LossFunction, parts: Parts, first: int) -> Probed:
+        """The mean losses of each pass and the mean statistics, over the parts: together, or in turn."""
+
+        def in_turn() -> Probed:
+            return self._probe_in_turn(slots, closure, parts, first)
+
+        ragged = len({size for _, size in parts}) > 1  # a ragged last batch is no mistake
+        if len(parts) == 1 or ragged or not slots or self.per_example:
+            return in_turn()
+        if self.module is None:
+            if self.vectorise:
+                raise ValueError("vectorise=True needs the model: make the optimizer with module=model.")
+            return in_turn()
+        module = self.module
+        code = getattr(closure, "__code__", closure)
+
+        def together() -> Probed:
+            check, self._known_closure = code is not self._known_closure, None
+            found = probe_together(self, module, slots, closure, parts, first, check=check)
+            self._known_closure = code
+            return found
+
+        self._executor.vectorise = self.vectorise
+        return self._executor.run(
+            together,
+            in_turn,
+            pays=Executor.launch_bound(slots[0].parameter.device),
+            obstacle=obstacle_to_stacking(module, self._option("batch_norm"), parts),
+        )
+
+    def _probe_in_turn(self, slots: list[Slot], closure: LossFunction, parts: Parts, first: int) -> Probed:
         """The mean losses of each pass and the mean statistics, over the parts."""
         total = sum(size for _, size in parts)
         tally, losses = Tally(), Tally()
@@ -274,39 +302,59 @@ class ProbingOptimizer(Optimizer):
         """The running statistics that a pass must leave as they are."""
         if self.module is None or bn.moves_statistics(self._option("batch_norm"), split, pass_index):
             return []
-        return bn.running_statistics(self.module)
+        return running_statistics(self.module)
 
-    def _average_over_ranks(
-        self, slots: list[Slot], means: dict[str, list[Tensor]], losses: list[Tensor], size: int
-    ) -> None:
-        """Turn this rank's means into means over all examples of all ranks: the one all-reduce of a step."""
-        group = self.process_group
-        assert group is not None
-        device = slots[0].parameter.device if slots else losses[0].device
-        sums = [t.mul_(size) for tensors in means.values() for t in tensors]
-        total_losses = [loss.to(device) * size for loss in losses]
-        count = torch.tensor([float(size)], device=device)
-        seen = torch.tensor([float(slot.seen) for slot in slots], device=device)
-        statistics: list[Tensor] = []
-        if self.module is not None and self._option("batch_norm") != "none":
-            # First split: the one of rank 0. Otherwise: the mean over ranks. Counters are equal on all ranks.
-            buffers = [owner._buffers[name] for owner, name in bn.running_statistics(self.module)]
-            statistics = [b for b in buffers if b is not None and b.is_floating_point()]
-            of_first = self._option("batch_norm") == "first_split"
-            share = float(rank_of(group) == 0) if of_first else 1 / dist.get_world_size(group)
-            for buffer in statistics:
-                buffer.mul_(share)
-        all_reduce_sum([*sums, *total_losses, count, seen, *statistics], group)
-        for loss, total in zip(losses, total_losses, strict=True):
-            loss.copy_(total / count.item())
-        for slot, is_seen in zip(slots, seen.tolist(), strict=True):
-            slot.seen = is_seen > 0
-        for t in sums:
-            t.div_(count.item())
+    def _move(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
+        """Move weights and state; where the 0-dim boolean `accept` is given and false, leave them."""
+        base = self._base_step()
+        if base is None:
+            self._apply(slots, statistics, accept)
+            starts = any(slot.parameter not in self.state for slot in slots)
+            if accept is None or not starts or bool(accept):  # read from the device in a first step only
+                self._own(slots)
+        elif accept is None or bool(accept):  # torch's optimizers cannot select on the device
+            base.or_nothing([(slot.parameter, slot.parameter.grad) for slot in slots])
+
+    def _apply(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
+        """Write what `_update` computes, and count the step.
+
+        A formula that raises leaves everything as it was: the caller puts the weights back, of which the slots have a
+        copy, and the state is written after the last formula. The lists of the statistics are emptied on the way, to
+        free their memory.
+        """
+        computed = []
+        for slot, *means in zip(slots, *(emptied(tensors) for tensors in statistics.values()), strict=True):
+            weights, state = self._update(slot, **dict(zip(statistics, means, strict=True)))
+            write(slot.parameter, weights, accept)
+            computed.append((slot, state))
+        for slot, state in computed:
+            counted = {"step": slot.state["step"] + 1} if "step" in slot.state else {}
+            for name, value in (state | counted).items():
+                write(slot.state[name], value, accept)
+
+    def _own(self, slots: list[Slot]) -> None:
+        """Make the state of slots the optimizer's own."""
+        for slot in slots:
+            if slot.state:
+                self.state[slot.parameter] = slot.state
+
+    def _state_of(self, slot: Slot) -> dict[str, Tensor]:
+        """The optimizer's own state of a slot, or a fresh one."""
+        own: dict[str, Tensor] | None = self.state.get(slot.parameter)
+        return own or self._fresh_state(slot.parameter, slot.group)
+
+    def _base_step(self) -> BaseStep | None:
+        """The step of the base optimizer, if there is one."""
+        return None if self.base_optimizer is None else BaseStep(self.base_optimizer, hooks=False)
 
     def _slots(self) -> list[Slot]:
         """A slot for each parameter that requires a gradient, its weights copied."""
-        return make_slots(self, self._fresh_state)
+        return slots_of(self, self._fresh_state if self.base_optimizer is None else None)
+
+    def _fixed(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The options of a group that are compiled into a step: all that are no rates, and not the base optimizer's."""
+        base = {} if self.base_optimizer is None else self.base_optimizer.defaults
+        return {key: group[key] for key in self.defaults if key in group and key not in (*self.rates, *base)}
 
     def _synchronise(self) -> None:
         """Start every rank from the weights and buffers of rank 0."""
@@ -337,99 +385,7 @@ class ProbingOptimizer(Optimizer):
             )
         return model
 
-    # ------------------------------------------------------------------ torch.optim's contract
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; options left out take the optimizer's defaults."""
-        super().add_param_group(self._checked_group(param_group))
-
-    def _checked_group(self, param_group: dict[str, Any]) -> dict[str, Any]:
-        """A copy of `param_group` with all options, once they and the parameters are known to be good."""
-        self._refuse_if_away("add parameters")
-        if not isinstance(param_group, dict):
-            raise TypeError(
-                f"a parameter group must be a dict with the key 'params', not {type(param_group).__name__}."
-            )
-        params = param_group["params"]
-        params = params if isinstance(params, Tensor | set) else list(params)  # a generator can be read once only
-        group = {**self.defaults, **param_group, "params": params}
-        self._check_keys(group)
-        self._check_group(group)
-        self._check_agreement([*self.param_groups, group])
-        for parameter in [params] if isinstance(params, Tensor) else params:
-            _check_parameter(parameter[1] if isinstance(parameter, tuple) else parameter)
-        if self._made and not isinstance(params, set):  # torch refuses a set
-            self._check_belongs([params] if isinstance(params, Tensor) else params)
-        return group
-
-    def _check_keys(self, group: dict[str, Any]) -> None:
-        """Raise if a group has an option that nobody reads."""
-        known = sorted(set(self.defaults) - {"differentiable"})
-        for key in group:
-            if key not in self.defaults and key != "params" and key not in _ADDED_BY_OTHERS:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"Did you mean {near[0]!r}? " if near else ""
-                raise ValueError(
-                    f"{key!r} is not an option of a parameter group of {type(self).__name__}, and would be ignored. "
-                    f"{hint}It knows {', '.join(known)}."
-                )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as a dictionary of copies: further steps do not change it."""
-        return _copied(super().state_dict())  # type: ignore[no-any-return]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. Refuses a state that does not fit before anything changes."""
-        accepted: dict[str, Any] = {}
-
-        def check(_: Optimizer, final: dict[str, Any]) -> None:  # runs after the hooks of the user
-            self._check_state_dict(final)
-            accepted.update(final)
-
-        with deferred():
-            before = {"state": self.state, "param_groups": self.param_groups}
-            handle = self.register_load_state_dict_pre_hook(check)
-            try:
-                super().load_state_dict(_copied(state_dict))
-            except BaseException:
-                self.__setstate__(before)
-                raise
-            finally:
-                handle.remove()
-            keys = [key for group in accepted["param_groups"] for key in group["params"]]
-            parameters = [p for group in self.param_groups for p in group["params"]]
-            for key, parameter in zip(keys, parameters, strict=True):
-                if key in accepted["state"]:
-                    self._restore_types(parameter, accepted["state"][key])
-
-    def _restore_types(self, parameter: Tensor, saved: dict[str, Any]) -> None:
-        """Give the loaded state of a parameter the types it had when it was saved, where torch changed them."""
-
-    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = state_dict["param_groups"]
-        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
-            raise ValueError(
-                f"the loaded state has parameter groups of {[len(g['params']) for g in saved]} parameters, this "
-                f"optimizer has {[len(g['params']) for g in self.param_groups]}."
-            )
-        merged = [{**self.defaults, **self.absent_options, **group} for group in saved]
-        for group in merged:
-            self._check_group(group)
-        self._check_agreement(merged)
-        keys = [key for group in saved for key in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for i, (key, parameter) in enumerate(zip(keys, parameters, strict=True)):
-            present = self.state.get(parameter, {})
-            for name, value in state_dict["state"].get(key, {}).items():
-                if not isinstance(value, Tensor):
-                    continue
-                like = present.get(name)  # what is there already has the right shape
-                fits = value.shape == like.shape if isinstance(like, Tensor) else _may_be_of(value, parameter)
-                if not fits:
-                    raise ValueError(
-                        f"the loaded state's {name!r} of parameter {i} has shape {tuple(value.shape)}, the parameter "
-                        f"has {tuple(parameter.shape)}: it belongs to another model."
-                    )
+    # ------------------------------------------------------------------ copies
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
@@ -439,16 +395,6 @@ class ProbingOptimizer(Optimizer):
             )
         own = {"module": self.module, "process_group": None, "vectorise": self.vectorise}
         return {**super().__getstate__(), **own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._made = True
-        if "_away" not in self.__dict__:
-            self._reset()
-        for group in self.param_groups:  # a state saved by an older version
-            for name, value in {**self.defaults, **self.absent_options}.items():
-                if name != "differentiable":  # torch adds it to the defaults, and expects no group to have it
-                    group.setdefault(name, value)
 
     @property
     def skipped_steps(self) -> int:
@@ -468,11 +414,7 @@ class ProbingOptimizer(Optimizer):
             "optimizer.step(loss_fn, x, y)."
         )
 
-    # ------------------------------------------------------------------ small things
-
-    def _option(self, name: str) -> Any:
-        """The value of an option of the whole optimizer."""
-        return self.param_groups[0][name]
+    # ------------------------------------------------------------------ checks and messages
 
     def _refuse_if_away(self, what: str) -> None:
         away = self._away
@@ -497,12 +439,6 @@ class ProbingOptimizer(Optimizer):
             by_id = {id(p): name for name, p in self.module.named_parameters()}
             return by_id[id(slot.parameter)]
         return names[slot.index] if names else f"parameter {slot.index} of shape {tuple(slot.parameter.shape)}"
-
-    def _check_agreement(self, groups: list[dict[str, Any]]) -> None:
-        for name in self.whole_options:
-            values = [group[name] for group in groups if name in group]
-            if any(value != values[0] for value in values):
-                raise ValueError(f"{name} is an option of the whole optimizer, but the groups say {values}.")
 
     def _check_module(self) -> None:
         if self.module is None:
@@ -535,94 +471,3 @@ class ProbingOptimizer(Optimizer):
             f"{'; '.join(bad)}. Weights and state are unchanged. Lower lr or rho, look at the batch, or leave such "
             "steps out with nonfinite='skip'."
         )
-
-
-def make_slots(optimizer: Optimizer, fresh_state: Callable[[Tensor, dict[str, Any]], dict[str, Any]]) -> list[Slot]:
-    """A slot for each parameter of an optimizer that requires a gradient, its weights copied."""
-    slots = []
-    index = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                state = optimizer.state.get(parameter) or fresh_state(parameter, group)
-                slots.append(Slot(index, parameter, group, parameter.detach().clone(), state))
-            index += 1
-    return slots
-
-
-def _note_as_left(grads: Iterable[Tensor | None]) -> None:
-    for key in [key for key, (reference, _) in list(_left.items()) if reference() is None]:
-        _left.pop(key, None)
-    for grad in grads:
-        if grad is not None:
-            _left[id(grad)] = weakref.ref(grad), grad._version
-
-
-def _was_left(grad: Tensor) -> bool:
-    reference, version = _left.get(id(grad), (None, 0))
-    return reference is not None and reference() is grad and version == grad._version
-
-
-def write_means(slots: list[Slot]) -> None:
-    """Put the weights back that were there before the step."""
-    for slot in slots:
-        slot.parameter.copy_(slot.mean)
-
-
-def total_norm(tensors: list[Tensor]) -> Tensor:
-    """The norm of all tensors together, on the first one's device."""
-    if not tensors:
-        return torch.zeros(())
-    norms = [torch.linalg.vector_norm(t) for t in tensors]  # torch.nn.utils.get_total_norm cannot be vmapped
-    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-    return total
-
-
-def clip_gradient(gradient: list[Tensor], limit: float | None) -> None:
-    """Scale the averaged gradient down to a norm of `limit`, as `torch.nn.utils.clip_grad_norm_` does."""
-    if limit is not None and gradient:
-        scale = (limit / (total_norm(gradient) + 1e-6)).clamp(max=1.0)
-        for tensor in gradient:
-            tensor.mul_(scale.to(tensor.device))
-
-
-def write(target: Tensor, value: Tensor, accept: Tensor | None) -> None:
-    """Write `value` into `target` in place, unless `accept` is given and false."""
-    target.copy_(value if accept is None else torch.where(accept.to(target.device), value.to(target.dtype), target))
-
-
-def _check_parameter(parameter: Any) -> None:
-    if not isinstance(parameter, Tensor):
-        return  # torch says it better
-    if parameter.layout != torch.strided:
-        raise ValueError(f"a parameter has layout {parameter.layout}: dense parameters only.")
-    if parameter.is_complex():
-        raise ValueError("a parameter is complex: real ones only (torch.view_as_real gives a real view).")
-
-
-def _may_be_of(value: Tensor, parameter: Tensor) -> bool:
-    """Whether state of this shape can belong to a parameter: of its shape, or with dimensions left out or of size 1.
-
-    Counters have no dimension, and Adafactor keeps means over rows and over columns.
-    """
-    left = iter(parameter.shape)
-    return all(size == 1 or size in left for size in value.shape)
-
-
-def all_finite(tensors: list[Tensor]) -> Tensor:
-    """A 0-dim boolean: whether there is no infinity and no NaN."""
-    device = tensors[-1].device
-    # A sum is finite if its terms are, unless they are near the largest number there is. It is one pass over memory,
-    # where isfinite() is four, which no CPU vectorises.
-    sums = [t.sum(dtype=torch.promote_types(t.dtype, torch.float32)).to(device, torch.float64) for t in tensors]
-    return torch.stack(sums).isfinite().all()
-
-
-def _copied(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.detach().clone()
-    if isinstance(tree, dict):
-        return {key: _copied(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_copied(value) for value in tree]
-    return tree

@@ -52,15 +52,10 @@ from torch import Tensor, nn
 
 from bsam.optim import options
 from bsam.optim.arithmetic import average, plus, plus_quotient
-from bsam.optim.gaussian import GaussianOptimizer
-from bsam.optim.probing import Gradients, Slot, Tally, emptied
+from bsam.optim.probing import Gradients, Slot, Tally
+from bsam.optim.variational import GaussianOptimizer
 
-__all__ = ["BSAM", "curvature", "perturbed", "posterior_std", "update"]
-
-
-def posterior_std(s: Tensor, N: float) -> Tensor:
-    """The posterior's standard deviation sigma = 1 / sqrt(N s)."""
-    return (N * s).rsqrt_()  # line 3
+__all__ = ["BSAM", "curvature", "perturbed", "update"]
 
 
 def perturbed(weights: Tensor, g: Tensor, s: Tensor, rho: float | Tensor, *, in_place: bool = False) -> Tensor:
@@ -140,7 +135,14 @@ class BSAM(GaussianOptimizer):
         ...     prediction = model(x)
     """
 
-    whole_options = (*GaussianOptimizer.whole_options, "init_precision", "perturb_from", "curvature", "sample_noise")
+    whole_options: ClassVar[tuple[str, ...]] = (
+        *GaussianOptimizer.whole_options,
+        "init_precision",
+        "perturb_from",
+        "curvature",
+        "sample_noise",
+    )
+    rates: ClassVar[tuple[str, ...]] = (*GaussianOptimizer.rates, "damping", "rho")
     absent_options: ClassVar[dict[str, Any]] = {"perturb_from": "mean"}
 
     def __init__(
@@ -191,29 +193,22 @@ class BSAM(GaussianOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        options.non_negative("rho", group["rho"])
         options.positive("init_precision", group["init_precision"])
         options.one_of("perturb_from", group["perturb_from"], ("sample", "mean"))
         options.one_of("curvature", group["curvature"], ("mean_abs", "abs_mean"))
         for name in ("perturb", "sample_noise"):
             options.one_of(name, group[name], (True, False))
 
-    def _fresh_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def _fresh_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         state = super()._fresh_state(parameter, group)
         return {**state, "unit_precision": torch.full_like(state["momentum"], group["init_precision"])}
 
-    def _posterior_std(self, slot: Slot) -> Tensor:
-        return posterior_std(slot.state["unit_precision"], self.effective_num_data)
-
-    def _noise_precision(self, slot: Slot) -> Tensor:
+    def _unit_precision(self, slot: Slot) -> Tensor:
         s: Tensor = slot.state["unit_precision"]
         return s
 
-    def _kept(self, group: dict[str, Any]) -> Any:
-        return group["betas"][1]
-
-    def _theta(self, slot: Slot, split: int) -> Tensor:
-        return self._sample(slot, split) if self._option("sample_noise") else slot.mean  # line 3
+    def _noise_precision(self, slot: Slot) -> Tensor | None:
+        return super()._noise_precision(slot) if self._option("sample_noise") else None  # line 3
 
     def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
         from_sample = self._option("perturb_from") == "sample"
@@ -224,9 +219,9 @@ class BSAM(GaussianOptimizer):
         # Counted before the second pass, to need its memory once, and as a copy: DistributedDataParallel may write
         # the next gradients where g lies.
         if self._option("curvature") == "mean_abs":
-            tally.add_abs("curvature", g)
+            tally.add_abs("first_gradient", g)
         else:
-            tally.add("curvature", (t.clone() for t in g))
+            tally.add("first_gradient", (t.clone() for t in g))
         worse = (  # line 5, made one by one as the weights are written
             perturbed(
                 at.to(slot.mean.dtype).to(slot.dtype),  # a loop has rounded the sample to the type of the weights
@@ -242,21 +237,21 @@ class BSAM(GaussianOptimizer):
         del g, start  # their memory is free once the weights are written
         tally.add("gradient", grad_at(worse))  # line 6
 
-    def _update(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
-        columns = zip(slots, statistics["gradient"], emptied(statistics["curvature"]), strict=True)
-        self._move((self._moved(slot, g_eps, g) for slot, g_eps, g in columns), accept)
-
-    def _moved(self, slot: Slot, g_eps: Tensor, g: Tensor) -> tuple[Slot, Tensor, dict[str, Tensor]]:
-        """The slot with its new weights and state."""
-        s = slot.state["unit_precision"]
+    def _update(self, slot: Slot, **statistics: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        g_eps, g, s = statistics["gradient"], statistics["first_gradient"], slot.state["unit_precision"]
         h = curvature(g if self._option("curvature") == "mean_abs" else g.abs(), s)
         omega, g_m, s = update(
-            slot.mean.to(slot.dtype), slot.state["momentum"], s, g_eps, h, **self._rates(slot.group)
-        )  # fmt: skip
-        return slot, omega, {"momentum": g_m, "unit_precision": s}
+            slot.mean.to(slot.dtype),
+            slot.state["momentum"],
+            s,
+            g_eps,
+            h,
+            gamma=slot.group["damping"],
+            **self._letters(slot.group),
+        )
+        return omega, {"momentum": g_m, "unit_precision": s}
 
     def _check_state(self, key: Any, state: dict[str, Any]) -> None:
-        super()._check_state(key, state)
         s = state["unit_precision"]
         if not bool(((s > 0) & s.isfinite()).all()):
             raise ValueError(f"the loaded unit_precision of parameter {key} is not positive and finite everywhere.")

@@ -14,10 +14,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bsam import batch_norm as bn
-from bsam.gradients import LossFunction, PerExample, batch_gradient
+from bsam.gradients import PerExample, batch_gradient
+from bsam.modules import BufferSnapshot, LossFunction
 
-__all__ = ["GradAt", "Gradients", "Prober", "Slot", "Tally", "emptied"]
+__all__ = ["GradAt", "Gradients", "MeanSnapshot", "Prober", "Slot", "Tally", "emptied"]
 
 Result = TypeVar("Result")
 
@@ -42,15 +42,27 @@ class Slot:
         return torch.promote_types(self.parameter.dtype, torch.float32)
 
     def per_element(self, value: Tensor) -> Tensor:
-        """What is one number a parameter, in a shape that goes with its elements."""
+        """Broadcast a per-parameter scalar to the parameter's elements."""
         return value
+
+
+class MeanSnapshot:
+    """The weights before the step, of which the slots have copies."""
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self._slots = slots
+
+    def restore(self) -> None:
+        """Put the weights back."""
+        for slot in self._slots:
+            slot.parameter.copy_(slot.mean)
 
 
 class Gradients(Protocol):
     """Gives the gradients of one sub-batch at given weights: `GradAt` in a loop, `GradAtStack` under vmap."""
 
     def __call__(self, weights: Iterable[Tensor], /) -> list[Tensor]:
-        """The gradients, one a slot."""
+        """The gradients, one per slot."""
 
     def with_weights(self, weights: Iterable[Tensor], /) -> tuple[list[Tensor], list[Tensor]]:
         """The gradients, and the weights where they were taken, one tensor per slot each.
@@ -59,14 +71,14 @@ class Gradients(Protocol):
         """
 
     def moments(self, weights: Iterable[Tensor], /) -> tuple[list[Tensor], list[Tensor]]:
-        """Mean and mean square of the gradients of the examples, one tensor a slot each."""
+        """Mean and mean square of the gradients of the examples, one tensor per slot each."""
 
     def per_split(self, function: Callable[..., Any], /) -> Callable[..., Any]:
         """A function of one sub-batch's tensors as one of those at hand, which may be of many, stacked."""
 
 
 class GradAt:
-    """Evaluates one sub-batch at given weights, one tensor a slot."""
+    """Evaluates one sub-batch at given weights, one tensor per slot."""
 
     def __init__(
         self,
@@ -83,7 +95,7 @@ class GradAt:
         """Of each pass."""
 
     def __call__(self, weights: Iterable[Tensor]) -> list[Tensor]:
-        """The gradients, one a slot."""
+        """The gradients, one per slot."""
         return self._evaluate(weights, self._gradients)
 
     def with_weights(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -91,7 +103,7 @@ class GradAt:
         return self(weights), [slot.parameter for slot in self._slots]
 
     def moments(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Mean and mean square of the gradients of the examples, one tensor a slot each."""
+        """Mean and mean square of the gradients of the examples, one tensor per slot each."""
         return self._evaluate(weights, self._moments)
 
     def per_split(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,7 +115,7 @@ class GradAt:
         for slot, theta in zip(self._slots, weights, strict=True):
             slot.parameter.copy_(theta)
         torch.clear_autocast_cache()  # a surrounding autocast region would go on with the old weights
-        statistics = bn.BufferSnapshot(self._frozen(len(self.losses)))
+        statistics = BufferSnapshot(self._frozen(len(self.losses)))
         result, loss = function()
         statistics.restore()
         self.losses.append(loss)
@@ -129,7 +141,7 @@ class GradAt:
 
 
 class Tally:
-    """Averages what the sub-batches say: for each statistic, by name, one tensor a slot."""
+    """Averages what the sub-batches say: for each statistic, by name, one tensor per slot."""
 
     def __init__(self) -> None:
         self.means: dict[str, list[Tensor]] = {}

@@ -28,10 +28,8 @@ State: the base optimizer's own. `state` and `param_groups` are shared with it, 
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -39,7 +37,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bsam.optim import options
-from bsam.optim.base import ProbingOptimizer, total_norm
+from bsam.optim.arithmetic import total_norm
+from bsam.optim.base import ProbingOptimizer
+from bsam.optim.base_step import evaluates_loss
 from bsam.optim.probing import Gradients, Slot, Tally
 
 __all__ = ["SAM", "perturbation"]
@@ -79,6 +79,9 @@ class SAM(ProbingOptimizer):
         >>> loss = optimizer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
     """
 
+    rates: ClassVar[tuple[str, ...]] = ("rho", "lr")
+    base_optimizer: Optimizer
+
     def __init__(
         self,
         params: Any,
@@ -110,8 +113,7 @@ class SAM(ProbingOptimizer):
         self._check_group({**defaults, **base_kwargs})
         super().__init__(params, defaults, module=module, process_group=process_group, vectorise=vectorise)
         self.base_optimizer = base_optimizer(self.param_groups, **base_kwargs)
-        closure = inspect.signature(self.base_optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
+        if evaluates_loss(self.base_optimizer):
             raise ValueError(
                 f"{type(self.base_optimizer).__name__} evaluates the loss by itself, so SAM cannot hand it a gradient."
             )
@@ -149,38 +151,12 @@ class SAM(ProbingOptimizer):
         del g, moved  # its memory is free once the weights are written
         tally.add("gradient", grad_at(perturbed))  # line 4
 
-    def _update(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
-        if accept is not None and not bool(accept):  # the base optimizer cannot select on the device
-            return
-        stepped = {slot.parameter for slot in slots}
-        idle = [(p, p.grad) for group in self.param_groups for p in group["params"] if p not in stepped]
-        before = _Undo(self.base_optimizer)
-        step = type(self.base_optimizer).step
-        step = getattr(step, "__wrapped__", step)  # without hooks: torch's global ones run once, for SAM's step
-        try:
-            for parameter, _ in idle:
-                parameter.grad = None  # a frozen parameter may have one of an earlier step
-            step(self.base_optimizer)  # line 5, with the gradients that ProbingOptimizer left in p.grad
-        except BaseException:
-            before.restore()
-            raise
-        finally:
-            for parameter, grad in idle:
-                parameter.grad = grad
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; options left out take the optimizer's defaults."""
         if "base_optimizer" in self.__dict__:
             self.base_optimizer.add_param_group(self._checked_group(param_group))  # the list of groups is shared
         else:
             super().add_param_group(param_group)
-
-    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super()._check_state_dict(state_dict)
-        for key, state in state_dict["state"].items():
-            for name, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, Tensor) and not bool(value.isfinite().all()):
-                    raise ValueError(f"the loaded {name!r} of parameter {key} is not finite everywhere.")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "base_optimizer": self.base_optimizer}
@@ -189,32 +165,3 @@ class SAM(ProbingOptimizer):
         super().__setstate__(state)
         # State and groups are new objects now, here as after load_state_dict: share them again.
         self.base_optimizer.__setstate__({"state": self.state, "param_groups": self.param_groups})
-
-
-class _Undo:
-    """Options and state of an optimizer, to be put back in place if its step raises."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._groups = [(group, dict(group)) for group in optimizer.param_groups]
-        self._state = optimizer.state
-        self._saved = {
-            parameter: {
-                key: (value, value.clone() if isinstance(value, Tensor) else copy.deepcopy(value))
-                for key, value in state.items()
-            }
-            for parameter, state in optimizer.state.items()
-            if isinstance(state, dict)  # hooks of the user may leave anything there
-        }
-
-    def restore(self) -> None:
-        """Put everything back, into the same tensors."""
-        for group, before in self._groups:
-            group.clear()
-            group.update(before)
-        for parameter in [p for p, state in self._state.items() if isinstance(state, dict) and p not in self._saved]:
-            del self._state[parameter]
-        for parameter, values in self._saved.items():
-            state = self._state[parameter]
-            state.clear()
-            for key, (value, copied) in values.items():
-                state[key] = value.copy_(copied) if isinstance(value, Tensor) else copied

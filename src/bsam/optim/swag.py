@@ -39,9 +39,10 @@ import torch
 from torch import Tensor, nn
 
 from bsam.interrupts import deferred
+from bsam.modules import named_buffers, named_parameters
 from bsam.optim import options
 from bsam.posterior import LowRankGaussian
-from bsam.posterior.base import check_same_layout, first_few, named_buffers, named_parameters
+from bsam.posterior.base import check_same_layout, first_few
 
 __all__ = ["SWAG", "update"]
 

@@ -5,49 +5,48 @@ of m weights and m sub-batches. The model's weights and buffers are handed to th
 so it must look them up in the module when it is called. BatchNorm's buffers are stacked too: each split has its own,
 and those of the first are kept (the policy `"first_split"`).
 
-Where this cannot be done the loop does it, after one warning that says why; a batch that is not cut evenly goes there
-without one.
+`bsam.executor` says when this is done, and when a loop does it.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp
-from torch.nn.modules.batchnorm import _NormBase
 
-from bsam import batch_norm as bn
-from bsam.forward import map_tensors
-from bsam.gradients import LossFunction, LossModule, fails_again, keys_of, reached_by, without_autocast
-from bsam.kernels.layers import our_layers
+from bsam.batch_norm import moves_statistics
+from bsam.batches import map_tensors
+from bsam.compiler.layers import our_layers
+from bsam.executor import quiet_vmap
+from bsam.gradients import reached_by, without_autocast
+from bsam.modules import LossFunction, LossModule, keys_of, normalisation_layers
 from bsam.optim.probing import Prober, Slot, Tally
+from bsam.torch_private import own_buffers
 
 if TYPE_CHECKING:
     from bsam.optim.base import ProbingOptimizer
 
-__all__ = ["GradAtStack", "Parts", "Together", "probe_stack", "stack_parts", "why_not"]
+__all__ = ["GradAtStack", "Parts", "obstacle_to_stacking", "probe_stack", "probe_together", "stack_parts"]
 
 Parts = list[tuple[tuple[Any, ...], int]]
 Unpack = Callable[[list[Tensor]], dict[str, Tensor]]
 Pack = Callable[[Sequence[Tensor]], list[Tensor]]
+_vmap = functools.partial(quiet_vmap, randomness="different")
 Evaluate = Callable[[list[Tensor], list[Tensor], dict[str, Tensor]], tuple[list[Tensor], Tensor, dict[str, Tensor]]]
 """Weights, tensors of the batch and buffers, stacked, to gradients, losses and moved buffers."""
 
 
-def why_not(module: nn.Module, policy: str, parts: Parts) -> str | None:
+def obstacle_to_stacking(module: nn.Module, policy: str, parts: Parts) -> str | None:
     """Why these parts cannot be probed together, or None if they can."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return "module= is a DistributedDataParallel, whose hooks run in a loop only"
     if len({size for _, size in parts}) > 1:
         return "the sub-batches are not of one size"
-    moving = any(
-        layer.training and layer.running_mean is not None for layer in module.modules() if isinstance(layer, _NormBase)
-    )
+    moving = any(layer.training and layer.running_mean is not None for _, layer in normalisation_layers(module))
     if moving and policy in ("all", "first_pass"):
         return f"batch_norm={policy!r} moves running statistics from split to split"
     return None
@@ -62,18 +61,13 @@ def stack_parts(parts: Parts) -> tuple[tuple[Any, ...], list[Tensor]]:
     return parts[0][0], [torch.stack(column) for column in zip(*columns, strict=True)]
 
 
-def _prefers_loop(device: torch.device) -> bool:
-    """Whether a loop over the splits is faster: a CPU is busy with one of them."""
-    return device.type == "cpu"
-
-
 class GradAtStack:
     """`GradAt` for all sub-batches at once: weights, gradients and losses are stacked along dimension 0.
 
     Args:
         loss_module: A module whose forward is the loss of a part.
-        unpack: Makes the weights of the loss module, by name, of those of the slots, for one sub-batch.
-        pack: Makes gradients of the slots of those of the weights, in the same order, for one sub-batch.
+        unpack: Maps the slots' weights to the loss module's named parameters, for one sub-batch.
+        pack: Maps the gradients of the weights, in the same order, to the slots', for one sub-batch.
         example: One sub-batch, for its structure.
         tensors: Its tensors, stacked.
         buffers: The buffers of the loss module by name, stacked.
@@ -100,7 +94,7 @@ class GradAtStack:
         """Of each pass."""
 
     def __call__(self, weights: Iterable[Tensor]) -> list[Tensor]:
-        """The gradients, one a slot."""
+        """The gradients, one per slot."""
         gradients, losses, moved = self.evaluate(list(weights), self._tensors, self.buffers)
         frozen = self._frozen(len(self.losses))
         self.buffers = {name: self.buffers[name] if name in frozen else b for name, b in moved.items()}
@@ -138,7 +132,7 @@ class GradAtStack:
         return found
 
     def moments(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Mean and mean square of the gradients of the examples, one tensor a slot each; buffers do not move.
+        """Mean and mean square of the gradients of the examples, one tensor per slot each; buffers do not move.
 
         All sub-batches are averaged at once: the stack along dimension 0 is of one.
         """
@@ -171,7 +165,7 @@ class GradAtStack:
 
     def per_split(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function of one sub-batch's tensors for those of all."""
-        return _vmap(function)
+        return lambda *arguments, **constants: _vmap(functools.partial(function, **constants))(*arguments)
 
     def _part(self, rows: list[Tensor]) -> tuple[Any, ...]:
         left = iter(rows)
@@ -192,99 +186,29 @@ class StackTally(Tally):
         Tally.add(self, name, norms)
 
 
-def _vmap(function: Callable[..., Any]) -> Callable[..., Any]:
-    def vectorised(*arguments: Any, **constants: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="There is a performance drop")  # not in the user's hands
-            return torch.vmap(functools.partial(function, **constants), randomness="different")(*arguments)
-
-    return vectorised
-
-
-class Together:
-    """Decides whether the splits of a step are probed together, and does it."""
-
-    def __init__(self) -> None:
-        self.off = False
-        self._warned = False
-        self._failure: RuntimeError | None = None  # of vmap, in the present step
-        self._checked: Any = None  # the code of the last loss function: whether it can be done does not change
-
-    def probe(
-        self, optimizer: ProbingOptimizer, slots: list[Slot], closure: LossFunction, parts: Parts, first: int
-    ) -> tuple[list[Tensor], dict[str, list[Tensor]]] | None:
-        """The mean losses of each pass and the mean statistics over the parts, or None if a loop is to find them."""
-        asked, module = optimizer.vectorise, optimizer.module
-        self._failure = None
-        if self.off or asked is False or len(parts) == 1 or not slots:
-            return None
-        if asked is None and (module is None or _prefers_loop(slots[0].parameter.device)):
-            return None
-        if module is None:
-            raise ValueError("vectorise=True needs the model: make the optimizer with module=model.")
-        reason = why_not(module, optimizer._option("batch_norm"), parts)
-        if reason is not None:
-            if len({size for _, size in parts}) > 1:  # a ragged last batch is no mistake
-                return None
-            if asked:
-                raise ValueError(f"vectorise=True cannot be had: {reason}.")
-            if not self._warned:
-                warnings.warn(f"the splits are computed in a loop, because {reason}.", stacklevel=6)
-                self._warned = True
-            return None
-        buffers = bn.BufferSnapshot(bn.all_buffers(module))
-
-        def attempt() -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-            self._check(module, slots, closure, parts[0][0])
-            losses, statistics = _probe_together(optimizer, module, slots, closure, parts, first)
-            _mark_seen(module, slots, closure, parts[0][0], statistics["gradient"])
-            return losses, statistics
-
-        try:
-            return attempt()
-        except RuntimeError as error:
-            if asked or not fails_again(attempt, error, buffers):
-                raise
-            self._failure = error  # a mistake of the user's will come again in the loop
-            return None
-
-    def looped(self) -> None:
-        """Take notice that the loop could do it: if vmap failed before, it is not tried again."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            self.off = True
-            reason = str(failure).strip().partition("\n")[0].partition(". ")[0]
-            warnings.warn(f"the splits are computed in a loop, because vmap failed: {reason}", stacklevel=6)
-
-    def _check(self, module: nn.Module, slots: list[Slot], closure: LossFunction, part: tuple[Any, ...]) -> None:
-        """Raise, for a loss function not met before, if the weights that are handed to it are not all it uses."""
-        code = getattr(closure, "__code__", closure)
-        if self._checked is not code:
-            reached_by(module, [slot.parameter for slot in slots], closure, part)
-            self._checked = code
-
-
-def _mark_seen(
-    module: nn.Module, slots: list[Slot], closure: LossFunction, part: tuple[Any, ...], gradients: list[Tensor]
-) -> None:
-    """Mark the slots that are part of the loss: zeros may be a gradient, or stand for none."""
-    device = gradients[0].device
-    seen = torch.stack([gradient.any().to(device) for gradient in gradients]).tolist()
-    if not all(seen):
-        reached = reached_by(module, [slot.parameter for slot in slots], closure, part)
-        seen = [a or b for a, b in zip(seen, reached, strict=True)]
-    for slot, is_seen in zip(slots, seen, strict=True):
-        slot.seen = is_seen
-
-
-def _probe_together(
+def probe_together(
     optimizer: ProbingOptimizer,
     module: nn.Module,
     slots: list[Slot],
     closure: LossFunction,
     parts: Parts,
     first: int,
+    *,
+    check: bool,
 ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """The mean losses of each pass and the mean statistics over the parts.
+
+    Args:
+        optimizer: Whose `_probe` looks at them.
+        module: The model.
+        slots: What it looks at.
+        closure: The loss function.
+        parts: The sub-batches, with their sizes.
+        first: Number of the first one, counted over all ranks.
+        check: Raise if the weights that are handed to the loss function are not all that it uses.
+    """
+    if check:
+        reached_by(module, [slot.parameter for slot in slots], closure, parts[0][0])
     keys = keys_of(module, [slot.parameter for slot in slots])
     example, tensors = stack_parts(parts)
     splits = range(first, first + len(parts))
@@ -302,7 +226,21 @@ def _probe_together(
     )
     for name, buffer in buffers.items():
         buffer.copy_(moved[name])
+    _mark_seen(module, slots, closure, parts[0][0], statistics["gradient"])
     return losses, statistics
+
+
+def _mark_seen(
+    module: nn.Module, slots: list[Slot], closure: LossFunction, part: tuple[Any, ...], gradients: list[Tensor]
+) -> None:
+    """Mark the slots that are part of the loss: zeros may be a gradient, or stand for none."""
+    device = gradients[0].device
+    seen = torch.stack([gradient.any().to(device) for gradient in gradients]).tolist()
+    if not all(seen):
+        reached = reached_by(module, [slot.parameter for slot in slots], closure, part)
+        seen = [a or b for a, b in zip(seen, reached, strict=True)]
+    for slot, is_seen in zip(slots, seen, strict=True):
+        slot.seen = is_seen
 
 
 def probe_stack(
@@ -333,14 +271,13 @@ def probe_stack(
     """
     statistics_of_norms = frozenset(
         f"module.{name}.{buffer}"
-        for name, layer in loss_module.get_submodule("module").named_modules()
-        if isinstance(layer, _NormBase)
-        for buffer in layer._buffers
+        for name, layer in normalisation_layers(loss_module.get_submodule("module"))
+        for buffer in own_buffers(layer)
     )
     policy = optimizer._option("batch_norm")
 
     def frozen(pass_index: int) -> frozenset[str]:
-        return frozenset() if bn.moves_statistics(policy, 0, pass_index) else statistics_of_norms
+        return frozenset() if moves_statistics(policy, 0, pass_index) else statistics_of_norms
 
     grad_at = GradAtStack(loss_module, unpack, pack, example, tensors, buffers, frozen)
     tally = StackTally()

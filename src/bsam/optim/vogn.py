@@ -41,31 +41,25 @@ State of a parameter: `momentum` (m), `curvature` (s) and `step`; float32 for 16
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from bsam.forward import map_tensors
-from bsam.gradients import PerExample
+from bsam.batches import map_tensors
 from bsam.optim import options
 from bsam.optim.arithmetic import average, plus, plus_quotient
-from bsam.optim.gaussian import GaussianOptimizer
-from bsam.optim.probing import Gradients, Slot, Tally, emptied
+from bsam.optim.probing import Gradients, Slot, Tally
+from bsam.optim.variational import GaussianOptimizer
+from bsam.torch_private import AnyBatchNorm
 
-__all__ = ["VOGN", "posterior_std", "unit_precision", "update"]
+__all__ = ["VOGN", "unit_precision", "update"]
 
 
 def unit_precision(s: Tensor, delta: float | Tensor, gamma: float | Tensor) -> Tensor:
     """1 / (N sigma^2)."""
     return s + delta + gamma  # line 3
-
-
-def posterior_std(s: Tensor, N: float, delta: float | Tensor, gamma: float | Tensor) -> Tensor:
-    """The posterior's standard deviation sigma."""
-    return (N * unit_precision(s, delta, gamma)).rsqrt()  # line 3
 
 
 def update(
@@ -131,7 +125,9 @@ class VOGN(GaussianOptimizer):
         ...     prediction = model(x)
     """
 
-    whole_options = (*GaussianOptimizer.whole_options, "statistics")
+    whole_options: ClassVar[tuple[str, ...]] = (*GaussianOptimizer.whole_options, "statistics")
+    rates: ClassVar[tuple[str, ...]] = (*GaussianOptimizer.rates, "damping")
+    per_example: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -169,11 +165,6 @@ class VOGN(GaussianOptimizer):
         }
         super().__init__(params, defaults, module=module, process_group=process_group, vectorise=vectorise)
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._together.off = True  # it vectorises over examples
-        self._per_example = None if self.module is None else PerExample(self.module, self.vectorise)
-
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         options.one_of("statistics", group["statistics"], ("average", "latest"))
@@ -206,32 +197,28 @@ class VOGN(GaussianOptimizer):
             )
         assert self.module is not None
         for name, layer in self.module.named_modules():
-            if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
+            if isinstance(layer, AnyBatchNorm) and (layer.training or layer.running_mean is None):
                 raise ValueError(
                     f"layer {name or 'module'} is a {type(layer).__name__} that uses the statistics of the minibatch, "
                     "which mixes its examples: their gradients are not defined one by one. Put it into evaluation mode "
                     "(layer.eval()), or use GroupNorm or LayerNorm."
                 )
 
-    def _fresh_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def _fresh_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         state = super()._fresh_state(parameter, group)
         return {**state, "curvature": torch.zeros_like(state["momentum"])}
 
-    def _kept(self, group: dict[str, Any]) -> Any:
+    def _share_kept(self, group: dict[str, Any]) -> Any:
         beta2 = group["betas"][1]
         return beta2 if group["statistics"] == "average" else 1 - beta2
 
-    def _posterior_std(self, slot: Slot) -> Tensor:
-        rates = self._rates(slot.group)
-        return posterior_std(slot.state["curvature"], self.effective_num_data, rates["delta"], rates["gamma"])
+    def _unit_precision(self, slot: Slot) -> Tensor:
+        delta = self._letters(slot.group)["delta"]
+        return unit_precision(slot.state["curvature"], delta, slot.group["damping"])
 
-    def _noise_precision(self, slot: Slot) -> Tensor:
-        rates = self._rates(slot.group)
-        precision = unit_precision(slot.state["curvature"], rates["delta"], rates["gamma"])
-        return torch.where(self._started(slot), precision, torch.inf)  # lines 1, 3
-
-    def _theta(self, slot: Slot, split: int) -> Tensor:
-        return torch.where(self._started(slot), self._sample(slot, split), slot.mean)  # lines 1, 3
+    def _noise_precision(self, slot: Slot) -> Tensor | None:
+        precision = super()._noise_precision(slot)
+        return None if precision is None else torch.where(self._started(slot), precision, torch.inf)  # lines 1, 3
 
     def _started(self, slot: Slot) -> Tensor:
         return slot.per_element(slot.state["step"] > 0)
@@ -239,27 +226,22 @@ class VOGN(GaussianOptimizer):
     def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
         g_hat, h_hat = grad_at.moments(theta)  # lines 4 to 6
         tally.add("gradient", g_hat)
-        tally.add("curvature", h_hat)
+        tally.add("square", h_hat)
 
-    def _update(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
-        columns = zip(slots, statistics["gradient"], emptied(statistics["curvature"]), strict=True)
-        self._move((self._moved(slot, g_hat, h_hat) for slot, g_hat, h_hat in columns), accept)
-
-    def _moved(self, slot: Slot, g_hat: Tensor, h_hat: Tensor) -> tuple[Slot, Tensor, dict[str, Tensor]]:
-        """The slot with its new weights and state."""
+    def _update(self, slot: Slot, **statistics: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         mu, m, s = update(
             slot.mean.to(slot.dtype),
             slot.state["momentum"],
             slot.state["curvature"],
-            g_hat,
-            h_hat,
+            statistics["gradient"],
+            statistics["square"],
             started=self._started(slot),
-            **self._rates(slot.group),
+            gamma=slot.group["damping"],
+            **self._letters(slot.group),
         )
-        return slot, mu, {"momentum": m, "curvature": s}
+        return mu, {"momentum": m, "curvature": s}
 
     def _check_state(self, key: Any, state: dict[str, Any]) -> None:
-        super()._check_state(key, state)
         s = state["curvature"]
         if not bool(((s >= 0) & s.isfinite()).all()):
             raise ValueError(f"the loaded curvature of parameter {key} is negative or not finite somewhere.")

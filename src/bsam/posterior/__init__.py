@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from bsam.posterior.base import Posterior, read_posterior
-from bsam.posterior.gaussian import DiagonalGaussian
+from bsam.posterior.diagonal import DiagonalGaussian
 from bsam.posterior.laplace import laplace
 from bsam.posterior.point import PointMass
 from bsam.posterior.swag import LowRankGaussian

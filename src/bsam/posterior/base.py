@@ -2,7 +2,7 @@
 
 `Posterior` says what a distribution over the weights of a model offers, and has the bodies that do not depend on the
 distribution; a new kind subclasses it. Tensors are kept in dictionaries under the names of `named_parameters()` and
-`named_buffers()`, without the prefixes that wrappers add (`clean_names`).
+`named_buffers()`, without the prefixes that wrappers add (`bsam.modules.clean_names`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import functools
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from bsam.batch_norm import BufferSnapshot, all_buffers
 from bsam.files import Settings, naming, read_file, write_file
 from bsam.interrupts import Restored, deferred, interruptible
+from bsam.modules import clean_names, named_buffers, named_parameters, preserved
 
-__all__ = ["Posterior", "clean_names", "preserved", "read_posterior"]
+__all__ = ["Posterior", "read_posterior"]
 
 
 class Posterior(Protocol):
@@ -141,36 +141,7 @@ class Posterior(Protocol):
         return read_posterior(path, (cls,))
 
 
-# ------------------------------------------------------------------ names
-
-
-def clean_names(names: Iterable[str]) -> dict[str, str]:
-    """The names of all parameters (or all buffers) of a model, each with its name without a wrapper's prefix.
-
-    `torch.compile` adds `_orig_mod.` wherever it was applied, DistributedDataParallel `module.` in front of all.
-
-    Examples:
-        >>> clean_names(["module._orig_mod.layer.weight", "module._orig_mod.layer.bias"]).values()
-        dict_values(['layer.weight', 'layer.bias'])
-    """
-    clean = {name: name.replace("_orig_mod.", "") for name in names}
-    # Only a prefix of all names is a wrapper's; a layer may be called `module` too.
-    while clean and all(name.startswith("module.") for name in clean.values()):
-        clean = {name: short.removeprefix("module.") for name, short in clean.items()}
-    return clean
-
-
-def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters by clean name, tied ones once."""
-    parameters = dict(model.named_parameters())
-    return {short: parameters[name] for name, short in clean_names(parameters).items()}
-
-
-def named_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers by clean name; as in a state_dict, those that a module declares not to be persistent are left out."""
-    transient = {id(owner._buffers[name]) for owner in model.modules() for name in owner._non_persistent_buffers_set}
-    buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in transient}
-    return {short: buffers[name] for name, short in clean_names(buffers).items()}
+# ------------------------------------------------------------------ tensors by name
 
 
 def copied(what: str, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -228,21 +199,6 @@ def first_few(names: list[str]) -> str:
 
 
 # ------------------------------------------------------------------ weights of a model
-
-
-@contextlib.contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
-    """Give all parameters and buffers of `model` their values back when the block ends, however it ends."""
-    parameters = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    buffers = BufferSnapshot(all_buffers(model))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, value in parameters:
-                parameter.copy_(value)
-            buffers.restore()
-        torch.clear_autocast_cache()
 
 
 _blocks: list[Mapping[int, Tensor]] = []

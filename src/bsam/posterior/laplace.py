@@ -26,12 +26,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bsam.forward import Forward, OutputModel, batches_of, evaluating, inputs_and_labels, moved
-from bsam.gradients import PerExample, differentiable, output_sums
+from bsam.batches import batches_of, inputs_and_labels, moved
+from bsam.gradients import PerExample, output_sums
 from bsam.interrupts import deferred, reading
 from bsam.likelihood import check_likelihood, check_outputs, hessian_root, negative_log_likelihood
-from bsam.posterior.base import named_parameters
-from bsam.posterior.gaussian import DiagonalGaussian
+from bsam.modules import Forward, OutputModel, differentiable, evaluating, named_parameters
+from bsam.posterior.diagonal import DiagonalGaussian
 
 __all__ = ["laplace"]
 

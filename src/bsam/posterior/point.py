@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bsam.files import Settings
+from bsam.modules import named_buffers, named_parameters
 from bsam.posterior.base import (
     Posterior,
     check_generator,
@@ -20,8 +21,6 @@ from bsam.posterior.base import (
     check_temperature,
     copied,
     copied_mean,
-    named_buffers,
-    named_parameters,
 )
 
 __all__ = ["PointMass"]

@@ -36,17 +36,17 @@ import torch
 from torch import Tensor
 
 from bsam.files import Settings
+from bsam.modules import clean_names
 from bsam.posterior.base import (
     Posterior,
     check_generator,
     check_same_layout,
     check_temperature,
-    clean_names,
     copied,
     copied_mean,
     first_few,
 )
-from bsam.posterior.gaussian import by_name, check_prior
+from bsam.posterior.diagonal import by_name, check_prior
 
 __all__ = ["LowRankGaussian"]
 

@@ -19,11 +19,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from bsam.forward import Forward, OutputModel, batches_of
-from bsam.gradients import PerExample, chunk_size, differentiable, output_sums, some_examples
+from bsam.batches import batches_of, some_examples
+from bsam.gradients import PerExample, chunk_size, output_sums
 from bsam.likelihood import check_likelihood, check_outputs
+from bsam.modules import Forward, OutputModel, differentiable, named_parameters
 from bsam.posterior import DiagonalGaussian
-from bsam.posterior.base import named_parameters
 from bsam.prediction.averages import LOG_PROBS, ClassAverage, one_output, targets_like
 from bsam.prediction.predict import at_mean, check_integer, collect, result_of
 from bsam.prediction.results import GaussianPredictions, Predictions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -13,12 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from bsam.batch_norm import recalibrate_batch_norm, running_statistics
-from bsam.forward import Forward, OutputModel, inputs_and_labels, map_tensors, moved
+from bsam.batch_norm import recalibrate_batch_norm
+from bsam.batches import inputs_and_labels, map_tensors, moved
+from bsam.compiler.layers import our_layers
+from bsam.executor import Executor, quiet_vmap
 from bsam.interrupts import interruptible
-from bsam.kernels.layers import our_layers
-from bsam.posterior.base import Posterior, clean_names, named_parameters
+from bsam.modules import Forward, OutputModel, clean_names, named_parameters, running_statistics
+from bsam.posterior.base import Posterior
 from bsam.prediction.averages import Average
+from bsam.torch_private import foreach_copy_, own_buffers
 
 __all__ = ["Passes"]
 
@@ -71,33 +73,39 @@ class Passes:
 
         if compile and vectorise is False:
             raise ValueError("compile=True compiles the vmapped pass: leave vectorise=False out.")
-        vectorised = compile or _launch_bound(device) if vectorise is None else vectorise
-        self.computed_by = "mean" if not self._parameters else "vmap" if vectorised else "loop"
-        self._forced = vectorise is True
+        self._executor = Executor(
+            vectorise, "predictions are computed in a loop over the samples", model, errors=Exception
+        )
+        self._pays = compile or Executor.launch_bound(device)
         self._compile = compile
-        self._checked = False
+        self._checked = vectorise is True
+
+    @property
+    def computed_by(self) -> str:
+        """How the samples are run: "mean", "vmap" or "loop", and why."""
+        if not self._parameters:
+            return "mean"
+        if self._executor.tries_vmap(self._pays):
+            return "vmap"
+        return "loop" if self._executor.failure is None else f"loop, because {self._executor.failure}"
 
     def average(self, inputs: Any, start: Callable[[], Average]) -> dict[str, Tensor | None]:
         """The columns of one batch, averaged over all samples; `start` makes an empty average."""
-        if self.computed_by == "vmap":
-            try:
-                if not (self._forced or self._checked):
-                    self._check_vmap(inputs)
-                if not self._fits:
-                    self._fit(inputs)
-                return self._together(inputs, start)
-            except Exception as error:
-                # What vmap cannot do comes out in many ways. A mistake of the user's will come again in the loop.
-                if self._forced:
-                    raise
-                reason = str(error).strip().partition("\n")[0]
-                self.computed_by = f"loop, because vmap failed with {type(error).__name__}: {reason}"
-        if self.computed_by == "mean":
+        if not self._parameters:
             return _columns(start(), [self._model(inputs)[None]])
-        return _columns(
-            start(),
-            (self._at(stack, i, inputs)[None] for stack in self._stacks() for i in range(_num_samples(stack))),
-        )
+
+        def together() -> dict[str, Tensor | None]:
+            if not self._checked:
+                self._check_vmap(inputs)
+            if not self._fits:
+                self._fit(inputs)
+            return self._together(inputs, start)
+
+        def loop() -> dict[str, Tensor | None]:
+            outputs = (self._at(stack, i, inputs)[None] for stack in self._stacks() for i in range(_num_samples(stack)))
+            return _columns(start(), outputs)
+
+        return self._executor.run(together, loop, pays=self._pays)
 
     def _together(self, inputs: Any, start: Callable[[], Average]) -> dict[str, Tensor | None]:
         run = self._compiled if self._compile else self._vmapped
@@ -149,12 +157,12 @@ class Passes:
                 with interruptible():
                     sample = self._posterior.sample(generator)
                 given = [sample[name].to(weights.dtype) for name, weights in stack.items()]
-                torch._foreach_copy_([weights[i] for weights in stack.values()], given)
+                foreach_copy_([weights[i] for weights in stack.values()], given)
             yield stack | {name: torch.stack(each[start : start + count]) for name, each in self._statistics.items()}
 
     def _recalibrate(self, data: Iterable[Any]) -> None:
         """Estimate BatchNorm's statistics at the mean, or at each sample: they are then a part of it."""
-        own = {id(layer._buffers[name]) for layer, name in running_statistics(self._model)}
+        own = {id(own_buffers(layer)[name]) for layer, name in running_statistics(self._model)}
         buffers = {key: buffer for key, buffer in self._model.named_buffers() if id(buffer) in own}
 
         def run(batch: Any) -> None:
@@ -180,10 +188,8 @@ class Passes:
             outputs: Tensor = functional_call(self._model, handed, (inputs,))
             return outputs
 
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="There is a performance drop")  # not in the user's hands
-            with our_layers(self._device) if _num_samples(stack) > 1 else nullcontext():
-                outputs: Tensor = torch.vmap(run)(stack)
+        with our_layers(self._device) if _num_samples(stack) > 1 else nullcontext():
+            outputs: Tensor = quiet_vmap(run)(stack)
         return outputs
 
     def _compiled(self, stack: dict[str, Tensor], inputs: Any) -> Tensor:
@@ -225,7 +231,9 @@ class Passes:
         predict with the mean at every sample and look certain.
         """
         stack = next(self._draw(1))
+        before = {name: tensor.clone()[None] for name, tensor in self._tensors.items()}
         handed, written = self._vmapped(stack, inputs)[0], self._at(stack, 0, inputs)
+        self._write(before, 0)  # a second look must find what the first one did
         # Generous: kernels for stacked weights round in other places, and TensorFloat-32 has 11 bits. Under autocast
         # a model may well return float32, but of numbers that have 8 or 11.
         scale = float(written.nan_to_num(0, 0, 0).abs().max())
@@ -253,7 +261,8 @@ class _Program:
         others: list[Tensor],
         made_for: weakref.ref[Any],
     ) -> None:
-        from bsam.engine.tracing import Captured, compile_function
+        from bsam.compiler.capture import Captured
+        from bsam.compiler.tracing import compile_function
 
         inputs = [t.clone() for t in (*weights, *others)]
         self._weights, self._others = inputs[: len(weights)], inputs[len(weights) :]
@@ -268,23 +277,14 @@ class _Program:
     def __call__(self, weights: list[Tensor], others: list[Tensor]) -> Tensor:
         """The output; it is overwritten by the next call."""
         if any(seen() is not tensor for seen, tensor in zip(self._seen, weights, strict=True)):
-            torch._foreach_copy_(self._weights, weights)
+            foreach_copy_(self._weights, weights)
             self._seen = [weakref.ref(t) for t in weights]
-        torch._foreach_copy_(self._others, others)
+        foreach_copy_(self._others, others)
         return self._run()[0]
 
 
 _PROGRAMS: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Program]] = weakref.WeakKeyDictionary()
 """Compiled passes of each model that is alive, by what they were compiled for."""
-
-
-def _launch_bound(device: torch.device) -> bool:
-    """Whether launching a pass takes longer than running it, so that one vmapped pass beats several plain ones.
-
-    On the CPU vmap was measured to be twice as fast for a network of 400 weights, no faster for one of 500,000, and
-    half as fast for convolutions, with `chunk` times the memory.
-    """
-    return device.type != "cpu"
 
 
 def _room(device: torch.device) -> int:

@@ -29,9 +29,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from bsam.forward import Forward, batches_of, evaluating, inputs_and_labels, moved
+from bsam.batches import batches_of, inputs_and_labels, moved
 from bsam.interrupts import deferred, reading
-from bsam.posterior.base import Posterior, preserved
+from bsam.modules import Forward, evaluating, preserved
+from bsam.posterior.base import Posterior
 from bsam.prediction.averages import average_for
 from bsam.prediction.passes import Passes
 from bsam.prediction.results import GaussianPredictions, Predictions

@@ -1,74 +1,15 @@
-"""Running a model on data: what a batch may be, and how its inputs reach the model."""
+"""Batches: what data may look like, its inputs and labels, and cutting a batch into sub-batches."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from bsam.interrupts import interruptible
-
-__all__ = [
-    "Forward",
-    "OutputModel",
-    "batches_of",
-    "call_model",
-    "evaluating",
-    "inputs_and_labels",
-    "map_tensors",
-    "moved",
-]
-
-Forward = Callable[[nn.Module, Any], Any]
-"""How to run a model on the inputs of one batch."""
-
-
-class OutputModel(nn.Module):
-    """The model with `forward` around it, so that weights can be handed to the whole by `functional_call`."""
-
-    def __init__(self, model: nn.Module, forward: Forward | None) -> None:
-        super().__init__()
-        self.model = model
-        self.call = forward or call_model
-
-    def forward(self, inputs: Any) -> Tensor:
-        """The outputs, one row an example."""
-        with interruptible():  # here: functional_call writes into the module, and that must be whole
-            outputs = self.call(self.model, inputs)
-        if isinstance(outputs, Mapping) and "logits" in outputs:
-            outputs = outputs["logits"]
-        outputs = getattr(outputs, "logits", outputs)
-        if not isinstance(outputs, Tensor):
-            raise TypeError(
-                f"the model returned {type(outputs).__name__}: a tensor, or something with .logits, is needed. Write "
-                "forward=lambda model, inputs: ... that returns the tensor."
-            )
-        return outputs
-
-
-def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Run the model on the inputs of a batch: a dictionary gives keywords, a tuple or list positional arguments."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, list | tuple):
-        return model(*inputs)
-    return model(inputs)
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for the time of the block; afterwards each layer has its own mode again."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+__all__ = ["batches_of", "inputs_and_labels", "map_tensors", "moved", "num_examples", "some_examples", "split_batch"]
 
 
 def batches_of(data: Any, batch_size: int) -> Iterable[Any]:
@@ -139,3 +80,55 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(map_tensors(function, item) for item in tree)
     return tree
+
+
+def num_examples(batch: Any) -> int:
+    """How many examples the tensors of a batch have."""
+    lengths: list[int] = []
+    map_tensors(lambda t: lengths.append(len(t)), batch)
+    return lengths[0]
+
+
+@torch.enable_grad()
+def some_examples(batch: Any, start: int, stop: int) -> Any:
+    """A part of a batch, or of the inputs of one."""
+    return map_tensors(lambda t: t[start:stop], batch)
+
+
+def split_batch(batch: tuple[Any, ...], splits: int) -> list[tuple[tuple[Any, ...], int]]:
+    """Cut `batch` into `splits` parts along dimension 0, and say how many examples each has.
+
+    Tensors, at any depth of tuples, lists and mappings, are cut by `torch.tensor_split`: sizes differ by at most
+    one. Everything else, 0-dimensional tensors included, goes to every part as it is. A batch of fewer examples
+    than `splits` gives one part an example. One split, or no batch at all, is the batch itself; without a tensor
+    to count it has size 1.
+
+    Raises:
+        ValueError: tensors of different lengths, an empty batch, or several splits and nothing to cut.
+    """
+    lengths: list[int] = []
+    map_tensors(lambda t: lengths.append(len(t)), batch)
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"the tensors of the batch have different lengths {lengths}: they are cut into sub-batches along "
+            "dimension 0, so all must hold the same number of examples. Put anything else into the closure itself."
+        )
+    if not lengths:
+        if splits > 1:
+            raise ValueError(
+                f"splits={splits} needs a batch to split: call step(loss_fn, *batch) with the tensors of the batch "
+                "and a loss_fn that returns the mean loss of what it is given."
+            )
+        return [(batch, 1)]
+    size = lengths[0]
+    if size == 0:
+        raise ValueError("the batch is empty: there is no loss to average over 0 examples.")
+    parts = min(splits, size)
+    if parts == 1:
+        return [(batch, size)]
+
+    def part(k: int) -> Any:
+        return map_tensors(lambda t: torch.tensor_split(t, parts)[k], batch)
+
+    sizes = [size // parts + (k < size % parts) for k in range(parts)]
+    return [(part(k), sizes[k]) for k in range(parts)]

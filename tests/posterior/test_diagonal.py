@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributions import Normal, kl_divergence
 
 from bsam.files import checksum
+from bsam.modules import clean_names, preserved
 from bsam.posterior import DiagonalGaussian, LowRankGaussian, PointMass, load_posterior
-from bsam.posterior.base import clean_names, preserved
 
 
 def generator(seed=0):

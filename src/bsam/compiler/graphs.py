@@ -7,6 +7,8 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
+from bsam.compiler.registry import WEIGHT_GRADIENTS
+
 __all__ = ["keep_layouts", "last_sums", "merge_views", "share_copies"]
 
 aten = torch.ops.aten
@@ -92,18 +94,10 @@ def share_copies(graph: GraphModule) -> None:
 
 
 def last_sums(graph: GraphModule) -> set[Node]:
-    """The nodes behind gradients of weights that nothing else goes into, and outputs that are put together of them."""
-    ops = torch.ops.bsam
-
-    def is_gradient(node: Node) -> bool:
-        if node.target is operator.getitem:  # dx of a filter response is used at once, its sums are not
-            of, index = node.args[0], int(node.args[1])  # type: ignore[arg-type]
-            return index == 1 and getattr(of, "target", None) is ops.filter_response_backward.default
-        return node.target is ops.convolution_weight_gradient.default
-
+    """Nodes that depend only on weight gradients, and outputs that are put together of them."""
     found: set[Node] = set()
     for node in graph.graph.nodes:
-        late = [each in found or is_gradient(each) for each in node.all_input_nodes]
+        late = [each in found or _is_weight_gradient(each) for each in node.all_input_nodes]
         together = any if node.target is aten.cat.default else all
         if node.op == "call_function" and late and together(late):
             found.add(node)
@@ -111,3 +105,10 @@ def last_sums(graph: GraphModule) -> set[Node]:
         if any(user not in found and user.op != "output" for user in node.users):
             found.discard(node)
     return found
+
+
+def _is_weight_gradient(node: Node) -> bool:
+    if node.target is operator.getitem:
+        of, index = node.args
+        return (getattr(of, "target", None), index) in WEIGHT_GRADIENTS
+    return (node.target, None) in WEIGHT_GRADIENTS

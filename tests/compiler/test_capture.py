@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from bsam.engine.tracing import Captured, _no_collection
+from bsam.compiler.capture import Captured, _no_collection
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

@@ -1,27 +1,21 @@
-"""From a function of tensors to kernels: traced once, compiled by TorchInductor, captured in a CUDA graph."""
+"""From a function of tensors to kernels: traced once, and compiled by TorchInductor."""
 
 from __future__ import annotations
 
-import gc
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.split_module import split_module
 
-from bsam.engine.graphs import keep_layouts, last_sums, merge_views, share_copies
+from bsam.compiler.graphs import keep_layouts, last_sums, merge_views, share_copies
+from bsam.compiler.registry import DECOMPOSITIONS
 from bsam.interrupts import interruptible
-from bsam.kernels import convolution, filter_response
+from bsam.torch_private import compile_graph, trace_graph
 
-__all__ = ["Captured", "compile_function", "compile_in_two"]
+__all__ = ["compile_function", "compile_in_two"]
 
 TOGETHER = {"combo_kernels": True}
 """Option of the compiler: small kernels that are independent of each other become one. Large sums become slower."""
@@ -59,10 +53,9 @@ def compile_in_two(function: Function, inputs: list[Tensor]) -> Function:
 
 
 def _trace(function: Function, inputs: list[Tensor]) -> GraphModule:
-    table = convolution.decompositions() | filter_response.decompositions()
     # cuDNN's BatchNorm converts the layout of images, which vmap cannot do; traced without it, it is compiled too.
     with torch.backends.cudnn.flags(enabled=False, allow_tf32=torch.backends.cudnn.allow_tf32):
-        graph = make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        graph = trace_graph(function, inputs, DECOMPOSITIONS)
     graph.graph.eliminate_dead_code()
     merge_views(graph)
     share_copies(graph)
@@ -72,15 +65,8 @@ def _trace(function: Function, inputs: list[Tensor]) -> GraphModule:
 
 
 def _compile(graph: GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Function:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own: deprecations, hints on speed
-        from torch._inductor import compile as compile_graph
-
-        # What is compiled for fixed shapes is kept on disk, if the compiler is told that they are.
-        fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
-        with tracing(TracingContext(fake)), interruptible():  # it takes long, and writes nothing of the user's
-            compiled: Function = compile_graph(graph, inputs, options=options)  # type: ignore[arg-type]
-    return compiled
+    with interruptible():  # it takes long, and writes nothing of the user's
+        return compile_graph(graph, inputs, options)
 
 
 class _CompileParts(Interpreter):
@@ -101,43 +87,3 @@ class _Compiled(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         """What the part returns: one tensor, or several."""
         return self.compiled(*inputs)
-
-
-class Captured:
-    """A function without arguments, captured in a CUDA graph.
-
-    Args:
-        function: Reads and writes tensors that stay where they are.
-        device: The CUDA device.
-        undo: Called after the warm-up runs, to put back what they wrote.
-    """
-
-    def __init__(self, function: Callable[[], Any], device: torch.device, undo: Callable[[], None]) -> None:
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles kernels, and lets libraries make their workspaces
-                function()
-            undo()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.graph(self._graph, stream=stream):
-            self.result = function()
-
-    def __call__(self) -> Any:
-        """Run it again; the result is in the same tensors every time."""
-        self._graph.replay()
-        return self.result
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect garbage before and not within: an older graph or event that dies during a capture would spoil it."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from bsam.engine.tracing import compile_in_two
+from bsam.compiler.tracing import compile_in_two
+from bsam.torch_private import pytree
 
 __all__ = ["Program"]
 

@@ -6,11 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from bsam.kernels.batch_norm import batch_norm
-from bsam.kernels.convolution import Convolution, better_on
+from bsam.compiler.registry import LAYERS, better_on
 
 __all__ = ["OurLayers", "our_layers"]
 
@@ -21,19 +19,13 @@ def our_layers(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class OurLayers(TorchFunctionMode):
-    """Inside of it, torch's `conv2d` and `batch_norm` are ours, where they can do it."""
+    """Inside of it, the functions of torch that are registered are exchanged for ours, where ours can do it."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
-        """Exchange these two, and leave the rest as it is."""
+        """Exchange these, and leave the rest as it is."""
         options = options or {}
-        if function is torch.conv2d:
-            convolution = Convolution(*arguments, **options)
-            if convolution.fits:
-                return convolution()
-        if function is F.batch_norm:
-            x, running_mean, _ = arguments
-            if x.numel() > x.shape[1] if options["training"] else running_mean is not None:
-                return batch_norm(*arguments, **options)
-        return function(*arguments, **options)
+        ours = LAYERS.get(function)
+        result = NotImplemented if ours is None else ours(*arguments, **options)
+        return function(*arguments, **options) if result is NotImplemented else result

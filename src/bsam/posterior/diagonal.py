@@ -21,18 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from bsam.files import Settings
+from bsam.modules import clean_names, named_buffers, named_parameters
 from bsam.posterior.base import (
     Posterior,
     check_generator,
     check_same_layout,
     check_temperature,
-    clean_names,
     copied,
     copied_mean,
     first_few,
-    named_buffers,
-    named_parameters,
 )
+from bsam.torch_private import foreach_add_, foreach_mul_
 
 __all__ = ["DiagonalGaussian"]
 
@@ -134,8 +133,8 @@ class DiagonalGaussian(Posterior):
                 for t in sigma
             ]
             # All at once: on a GPU it takes longer to launch them one by one than to compute them.
-            torch._foreach_mul_(drawn, sigma)
-            torch._foreach_add_(drawn, [self.mean[name] for name in names])
+            foreach_mul_(drawn, sigma)
+            foreach_add_(drawn, [self.mean[name] for name in names])
             theta = dict(zip(names, drawn, strict=True))
         return {name: theta[name].to(mean.dtype) if name in theta else mean.clone() for name, mean in self.mean.items()}
 

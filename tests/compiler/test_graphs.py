@@ -11,17 +11,18 @@ from torch.func import functional_call, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 
-from bsam.engine.graphs import keep_layouts, last_sums, merge_views, share_copies
-from bsam.engine.tracing import compile_in_two
+from bsam.compiler.graphs import keep_layouts, last_sums, merge_views, share_copies
+from bsam.compiler.layers import OurLayers
+from bsam.compiler.registry import DECOMPOSITIONS
+from bsam.compiler.tracing import compile_in_two
 from bsam.experiments.models.resnet20_frn import Block
-from bsam.kernels import convolution, filter_response
-from bsam.kernels.layers import OurLayers
+from bsam.kernels import filter_response
 
 aten = torch.ops.aten
 
 
 def trace(function, *inputs):
-    table = convolution.decompositions() | filter_response.decompositions()
+    table = DECOMPOSITIONS
     return make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bsam.optim.batch import split_batch
+from bsam.batches import split_batch
 
 
 @given(size=st.integers(1, 40), splits=st.integers(1, 12))

@@ -6,7 +6,7 @@ from torch import nn
 from torch.func import functional_call, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bsam.kernels.layers import OurLayers
+from bsam.compiler.layers import OurLayers
 
 
 @pytest.mark.parametrize("shape", [(8, 5), (4, 5, 7), (4, 5, 3, 6)])

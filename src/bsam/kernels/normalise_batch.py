@@ -15,7 +15,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from bsam.compiler.registry import register
 
 __all__ = ["batch_norm"]
 
@@ -87,3 +90,14 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 def _spread(vector: Tensor, x: Tensor) -> Tensor:
     return vector.reshape(-1, *[1] * (x.dim() - 2))
+
+
+def _normalise(
+    x: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, *rest: Any, **options: Any
+) -> Any:
+    """`torch.nn.functional.batch_norm`, but where torch has an error to raise."""
+    possible = x.numel() > x.shape[1] if options["training"] else running_mean is not None
+    return batch_norm(x, running_mean, running_var, *rest, **options) if possible else NotImplemented
+
+
+register(layers={F.batch_norm: _normalise})

@@ -1,0 +1,52 @@
+"""A function captured in a CUDA graph, to be run again with one launch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["Captured"]
+
+
+class Captured:
+    """A function without arguments, captured in a CUDA graph.
+
+    Args:
+        function: Reads and writes tensors that stay where they are.
+        device: The CUDA device.
+        undo: Called after the warm-up runs, to put back what they wrote.
+    """
+
+    def __init__(self, function: Callable[[], Any], device: torch.device, undo: Callable[[], None]) -> None:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles kernels, and lets libraries make their workspaces
+                function()
+            undo()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with _no_collection(), torch.cuda.graph(self._graph, stream=stream):
+            self.result = function()
+
+    def __call__(self) -> Any:
+        """Run it again; the result is in the same tensors every time."""
+        self._graph.replay()
+        return self.result
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage before and not within: an older graph or event that dies during a capture would spoil it."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,43 @@
+"""The buffers of several models, stacked: each model's own are views of the stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bsam.torch_private import own_buffers
+
+__all__ = ["StackedBuffers"]
+
+
+class StackedBuffers:
+    """Stacks the buffers of models of one architecture, and makes them views of the stacks."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        owners = [
+            [
+                (f"module.{prefix}{'.' if prefix else ''}{name}", owner, name, b)
+                for prefix, owner in module.named_modules()
+                for name, b in own_buffers(owner).items()
+                if b is not None
+            ]
+            for module in modules
+        ]
+        self.stacks: dict[str, Tensor] = {}
+        """By name in a `LossModule`, one row per model."""
+        for column in zip(*owners, strict=True):
+            stack = torch.stack([b for _, _, _, b in column])
+            self.stacks[column[0][0]] = stack
+            for run, (_, owner, name, _) in enumerate(column):
+                own_buffers(owner)[name] = stack[run]
+        self._views = [(owner, name, own_buffers(owner)[name]) for column in owners for _, owner, name, _ in column]
+
+    def adopt(self) -> None:
+        """Take over buffers that were replaced, by loading say."""
+        for owner, name, view in self._views:
+            now = own_buffers(owner)[name]
+            if now is not view and now is not None and view is not None:
+                view.copy_(now)
+                own_buffers(owner)[name] = view

@@ -1,0 +1,251 @@
+"""torch.optim's contract, with checks: groups, options and loaded states that do not fit are refused, unchanged."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from bsam.interrupts import deferred
+from bsam.optim.probing import Slot
+
+__all__ = ["CheckedOptimizer", "slots_of"]
+
+_ADDED_BY_OTHERS = frozenset(
+    ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "lr_scale", "name", "param_names")
+)
+"""Keys of a parameter group that schedulers and trainers write, and that no optimizer reads."""
+
+
+class CheckedOptimizer(Optimizer):
+    """An optimizer that refuses what does not fit before anything changes.
+
+    A subclass declares its options and its state, and checks their values in `_check_group` and `_check_state`.
+    """
+
+    _made = False  # until the constructor is done: torch checks all groups first, then we check the module
+
+    whole_options: ClassVar[tuple[str, ...]] = ()
+    """Options of the whole optimizer. They are in every group, so that `state_dict` holds them, and must agree."""
+
+    absent_options: ClassVar[dict[str, Any]] = {}
+    """What an option is in a state that was saved before the option existed, where that is not its default."""
+
+    base_optimizer: Optimizer | None = None
+    """A torch optimizer that moves the weights with the gradient, where the method has no update of its own."""
+
+    def _fresh_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The state of a parameter that has not been stepped yet: tensors of its shape, or of one number.
+
+        A number called `"step"` counts the steps.
+        """
+        return {}
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise if an option of this group is out of range."""
+
+    def _check_state(self, key: Any, state: dict[str, Any]) -> None:
+        """Raise unless the loaded values of a parameter's state are possible, beyond being finite."""
+
+    def _refuse_if_away(self, what: str) -> None:
+        """Raise if the model does not hold its own weights just now."""
+
+    def _reset(self) -> None:
+        """Set what is neither option nor state: a copy or a restored optimizer starts with this."""
+
+    def _option(self, name: str) -> Any:
+        """The value of an option of the whole optimizer."""
+        return self.param_groups[0][name]
+
+    # ------------------------------------------------------------------ groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; options left out take the optimizer's defaults."""
+        super().add_param_group(self._checked_group(param_group))
+
+    def _checked_group(self, param_group: dict[str, Any]) -> dict[str, Any]:
+        """A copy of `param_group` with all options, once they and the parameters are known to be good."""
+        self._refuse_if_away("add parameters")
+        if not isinstance(param_group, dict):
+            raise TypeError(
+                f"a parameter group must be a dict with the key 'params', not {type(param_group).__name__}."
+            )
+        params = param_group["params"]
+        params = params if isinstance(params, Tensor | set) else list(params)  # a generator can be read once only
+        group = {**self.defaults, **param_group, "params": params}
+        self._check_keys(group)
+        self._check_group(group)
+        self._check_agreement([*self.param_groups, group])
+        for parameter in [params] if isinstance(params, Tensor) else params:
+            _check_parameter(parameter[1] if isinstance(parameter, tuple) else parameter)
+        if self._made and not isinstance(params, set):  # torch refuses a set
+            self._check_belongs([params] if isinstance(params, Tensor) else params)
+        return group
+
+    def _check_belongs(self, params: Iterable[Any]) -> None:
+        """Raise if a parameter is not one of the model's, where the model is known."""
+
+    def _check_keys(self, group: dict[str, Any]) -> None:
+        """Raise if a group has an option that nobody reads."""
+        known = sorted(set(self.defaults) - {"differentiable"})
+        for key in group:
+            if key not in self.defaults and key != "params" and key not in _ADDED_BY_OTHERS:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"Did you mean {near[0]!r}? " if near else ""
+                raise ValueError(
+                    f"{key!r} is not an option of a parameter group of {type(self).__name__}, and would be ignored. "
+                    f"{hint}It knows {', '.join(known)}."
+                )
+
+    def _check_agreement(self, groups: list[dict[str, Any]]) -> None:
+        for name in self.whole_options:
+            values = [group[name] for group in groups if name in group]
+            if any(value != values[0] for value in values):
+                raise ValueError(f"{name} is an option of the whole optimizer, but the groups say {values}.")
+
+    # ------------------------------------------------------------------ states
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as a dictionary of copies: further steps do not change it."""
+        return _copied(super().state_dict())  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned. Refuses a state that does not fit before anything changes."""
+        accepted: dict[str, Any] = {}
+
+        def check(_: Optimizer, final: dict[str, Any]) -> None:  # runs after the hooks of the user
+            self._check_state_dict(final)
+            accepted.update(final)
+
+        with deferred():
+            before = {"state": self.state, "param_groups": self.param_groups}
+            handle = self.register_load_state_dict_pre_hook(check)
+            try:
+                super().load_state_dict(_copied(state_dict))
+            except BaseException:
+                self.__setstate__(before)
+                raise
+            finally:
+                handle.remove()
+            for key, parameter in self._matched(accepted):
+                if key in accepted["state"] and self.base_optimizer is None:
+                    # torch casts what it loads to the parameter's type; a bfloat16 average with beta2 = 0.999 never
+                    # moves.
+                    saved, fresh = accepted["state"][key], self._fresh_state(parameter, self.param_groups[0])
+                    self.state[parameter] = {k: torch.as_tensor(saved[k]).to(v, copy=True) for k, v in fresh.items()}
+
+    def _matched(self, state_dict: dict[str, Any]) -> list[tuple[Any, Tensor]]:
+        """The keys of a state, each with the parameter that it is for."""
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return list(zip(keys, parameters, strict=True))
+
+    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["param_groups"]
+        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError(
+                f"the loaded state has parameter groups of {[len(g['params']) for g in saved]} parameters, this "
+                f"optimizer has {[len(g['params']) for g in self.param_groups]}."
+            )
+        merged = [{**self.defaults, **self.absent_options, **group} for group in saved]
+        for group in merged:
+            self._check_group(group)
+        self._check_agreement(merged)
+        matched = self._matched(state_dict)
+        for i, (key, parameter) in enumerate(matched):
+            present = self.state.get(parameter, {})
+            for name, value in state_dict["state"].get(key, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                like = present.get(name)  # what is there already has the right shape
+                fits = value.shape == like.shape if isinstance(like, Tensor) else _may_be_of(value, parameter)
+                if not fits:
+                    raise ValueError(
+                        f"the loaded state's {name!r} of parameter {i} has shape {tuple(value.shape)}, the parameter "
+                        f"has {tuple(parameter.shape)}: it belongs to another model."
+                    )
+        for key, parameter in matched:
+            if key in state_dict["state"] and self.base_optimizer is None:
+                self._check_fresh(key, state_dict["state"][key], parameter)
+        for key, state in state_dict["state"].items():
+            if self.base_optimizer is None:
+                self._check_state(key, state)
+            for name, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, Tensor) and not bool(value.isfinite().all()):
+                    raise ValueError(f"the loaded {name!r} of parameter {key} is not finite everywhere.")
+
+    def _check_fresh(self, key: Any, state: dict[str, Any], parameter: Tensor) -> None:
+        """Raise unless the loaded state of a parameter has what a fresh one has, in its shapes."""
+        for name, like in self._fresh_state(parameter, self.param_groups[0]).items():
+            if name not in state:
+                raise ValueError(f"the loaded state of parameter {key} has no {name!r}: is it another optimizer's?")
+            value = state[name]
+            if name == "step" and isinstance(value, int | float):
+                value = torch.tensor(value)  # as older versions of torch saved it
+            if not isinstance(value, Tensor) or value.shape != like.shape:
+                seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(f"the loaded {name!r} of parameter {key} is {seen}: it must be {tuple(like.shape)}.")
+            if name == "step" and value < 0:
+                raise ValueError(f"the loaded step of parameter {key} is {value.item()}: it must be >= 0.")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._made = True
+        if "_away" not in self.__dict__:
+            self._reset()
+        for group in self.param_groups:  # a state saved by an older version
+            for name, value in {**self.defaults, **self.absent_options}.items():
+                if name != "differentiable":  # torch adds it to the defaults, and expects no group to have it
+                    group.setdefault(name, value)
+
+
+def slots_of(optimizer: Optimizer, fresh_state: Any) -> list[Slot]:
+    """A slot for each parameter of an optimizer that requires a gradient, its weights copied.
+
+    Args:
+        optimizer: The optimizer.
+        fresh_state: Makes the state of a parameter that has none yet, of it and its group; None: slots have no state.
+    """
+    slots = []
+    index = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                state = {}
+                if fresh_state is not None:
+                    state = optimizer.state.get(parameter) or fresh_state(parameter, group)
+                slots.append(Slot(index, parameter, group, parameter.detach().clone(), state))
+            index += 1
+    return slots
+
+
+def _check_parameter(parameter: Any) -> None:
+    if not isinstance(parameter, Tensor):
+        return  # torch says it better
+    if parameter.layout != torch.strided:
+        raise ValueError(f"a parameter has layout {parameter.layout}: dense parameters only.")
+    if parameter.is_complex():
+        raise ValueError("a parameter is complex: real ones only (torch.view_as_real gives a real view).")
+
+
+def _may_be_of(value: Tensor, parameter: Tensor) -> bool:
+    """Whether state of this shape can belong to a parameter: of its shape, or with dimensions left out or of size 1.
+
+    Counters have no dimension, and Adafactor keeps means over rows and over columns.
+    """
+    left = iter(parameter.shape)
+    return all(size == 1 or size in left for size in value.shape)
+
+
+def _copied(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, dict):
+        return {key: _copied(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_copied(value) for value in tree]
+    return tree

@@ -1,0 +1,43 @@
+"""Gradients that steps left in `.grad`, told from those that somebody else put there and that a step would drop."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from bsam.torch_private import version_of
+
+__all__ = ["not_left", "note_as_left"]
+
+_left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+"""The gradients that steps left, by id, with their versions, which count the changes in place.
+
+Not a weak dictionary: its callbacks run wherever a gradient dies, and Python drops an interrupt that arrives in one.
+"""
+
+
+def note_as_left(grads: Iterable[Tensor | None]) -> None:
+    """Remember the gradients that a step leaves."""
+    for key in [key for key, (reference, _) in list(_left.items()) if reference() is None]:
+        _left.pop(key, None)
+    for grad in grads:
+        if grad is not None:
+            _left[id(grad)] = weakref.ref(grad), version_of(grad)
+
+
+def not_left(parameters: list[Tensor]) -> list[int]:
+    """The positions of the parameters whose `.grad` is not zero, and that no step left there."""
+    strange = [(i, p.grad) for i, p in enumerate(parameters) if p.grad is not None and not _was_left(p.grad)]
+    if not strange:
+        return []
+    device = strange[0][1].device
+    nonzero = torch.stack([grad.any().to(device) for _, grad in strange]).tolist()
+    return [i for (i, _), found in zip(strange, nonzero, strict=True) if found]
+
+
+def _was_left(grad: Tensor) -> bool:
+    reference, version = _left.get(id(grad), (None, 0))
+    return reference is not None and reference() is grad and version == version_of(grad)

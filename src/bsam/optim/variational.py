@@ -1,0 +1,185 @@
+"""What the optimizers share that learn a diagonal Gaussian over the weights: noise, samples and the posterior."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from bsam.interrupts import Restored
+from bsam.noise import standard_normal
+from bsam.optim import options
+from bsam.optim.base import ProbingOptimizer
+from bsam.optim.probing import MeanSnapshot, Slot
+from bsam.posterior import DiagonalGaussian
+
+__all__ = ["GaussianOptimizer", "posterior_std"]
+
+
+def posterior_std(s: Tensor, N: float) -> Tensor:
+    """The posterior's standard deviation sigma = 1 / sqrt(N s)."""
+    return (N * s).rsqrt_()
+
+
+class GaussianOptimizer(ProbingOptimizer):
+    """Base of the optimizers whose weights are the mean of a Gaussian.
+
+    A subclass gives the precision of the Gaussian (`_unit_precision`), and the share of it that a step keeps
+    (`_share_kept`). A group may say `sample=False`: it gets no noise, and its posterior is a point.
+    """
+
+    whole_options: ClassVar[tuple[str, ...]] = (
+        *ProbingOptimizer.whole_options,
+        "num_data",
+        "augmentation_factor",
+        "seed",
+    )
+    rates: ClassVar[tuple[str, ...]] = ("lr", "prior_precision", "betas")
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._draws = 0  # samples taken by sampled()
+        self._means: dict[Tensor, Tensor] | None = None  # the weights, while sampled() holds a sample in the model
+
+    # ------------------------------------------------------------------ the method, given by a subclass
+
+    def _unit_precision(self, slot: Slot) -> Tensor:
+        """The posterior's precision per example, s = 1 / (N sigma^2)."""
+        raise NotImplementedError
+
+    def _noise_precision(self, slot: Slot) -> Tensor | None:
+        return self._unit_precision(slot) if slot.group["sample"] else None
+
+    def _share_kept(self, group: dict[str, Any]) -> Any:
+        """Which share of the precision a step keeps: a number, or a tensor if the group's options are."""
+        return group["betas"][1]
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        for name in self.rates:
+            if name != "betas":
+                options.non_negative(name, group[name])
+        options.betas(group["betas"])
+        options.positive("num_data", group["num_data"], "It is the number of training examples, len(train_set).")
+        options.positive("augmentation_factor", group["augmentation_factor"])
+        options.one_of("sample", group["sample"], (True, False))
+        options.integer("seed", group["seed"])
+
+    def _fresh_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        return {
+            "step": torch.zeros((), dtype=torch.int64, device=parameter.device),
+            "momentum": torch.zeros_like(parameter, dtype=dtype),
+        }
+
+    @property
+    def effective_num_data(self) -> float:
+        """N = num_data * augmentation_factor."""
+        return float(self._option("num_data") * self._option("augmentation_factor"))
+
+    def _letters(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The options of a group by the letters that the algorithms share."""
+        lr = group["lr"]
+        return {
+            "alpha": lr.reshape(()) if isinstance(lr, Tensor) and lr.shape == (1,) else lr,  # torch takes such
+            "beta1": group["betas"][0],
+            "beta2": self._share_kept(group),
+            "delta": group["prior_precision"] / self.effective_num_data,
+        }
+
+    def _theta(self, slot: Slot, split: int) -> Tensor:
+        s = self._noise_precision(slot)
+        return slot.mean if s is None else self._sample(slot, s, split)
+
+    def _sample(self, slot: Slot, s: Tensor, draw: int) -> Tensor:
+        """Weights from N(mean, 1 / (N s))."""
+        e = standard_normal(
+            self._option("seed"),
+            slot.state["step"],
+            draw,
+            slot.index,
+            slot.parameter.shape,
+            device=slot.parameter.device,
+            dtype=slot.dtype,
+        )
+        return torch.addcmul(slot.mean.to(slot.dtype), e, posterior_std(s, self.effective_num_data))
+
+    # ------------------------------------------------------------------ the posterior
+
+    def posterior(self, model: nn.Module | None = None) -> DiagonalGaussian:
+        """The Gaussian over the weights, with the prior that was used.
+
+        Frozen parameters and groups with `sample=False` are points. Warns while a tenth or more of the precision is
+        still its starting value, that is, where steps keep a share beta2 of it, while beta2^t > 0.1.
+
+        Args:
+            model: The model, for the names of its parameters and for its buffers. Not needed if the optimizer was
+                made with `module=`.
+        """
+        model = self._model_or_own(model)
+        slots = [slot for slot in self._slots() if slot.group["sample"]]
+        taken = [(int(slot.state["step"]), float(self._share_kept(slot.group))) for slot in slots]
+        taken = [each for each in taken if each[0]] or taken[:1]  # parameters that no gradient reached do not count
+        steps, kept = max(taken, key=lambda each: each[1] ** each[0], default=(0, 0.0))
+        left = kept**steps
+        if left > 0.1:
+            warnings.warn(
+                f"after {steps} steps {left:.0%} of the precision is still its starting value: train longer, or with a "
+                "smaller beta2 (0.99 forgets it in 230 steps).",
+                stacklevel=2,
+            )
+        return DiagonalGaussian.from_model(
+            model,
+            {s.parameter: posterior_std(self._unit_precision(s), self.effective_num_data) for s in slots},
+            prior_precision={s.parameter: float(s.group["prior_precision"]) for s in slots},
+        )
+
+    def sampled(self, draw: int | None = None) -> contextlib.AbstractContextManager[None]:
+        """Put one sample of the posterior into the model; the mean comes back when the block ends.
+
+        Blocks may be nested: an inner one replaces the sample by another. Frozen parameters stay as they are.
+
+        Args:
+            draw: Number of the sample: the same number at the same step is the same sample. By default the next one.
+        """
+        return _Sampled(self, draw)
+
+
+class _Sampled(Restored):
+    """`GaussianOptimizer.sampled`."""
+
+    def __init__(self, optimizer: GaussianOptimizer, draw: int | None) -> None:
+        self._optimizer, self._draw = optimizer, draw
+
+    def _change(self) -> None:
+        optimizer, draw = self._optimizer, self._draw
+        self._slots: list[Slot] = []
+        self._outermost = False
+        if optimizer._means is None:
+            optimizer._refuse_if_away("sample the posterior")
+        if draw is not None and draw < 0:
+            raise ValueError(f"draw={draw} must be >= 0: it numbers the samples of the posterior.")
+        if draw is None:
+            draw, optimizer._draws = optimizer._draws, optimizer._draws + 1
+        self._slots = optimizer._slots()  # what to put back: the mean, or the outer sample
+        if optimizer._means is None:
+            optimizer._means = {slot.parameter: slot.mean for slot in self._slots}
+            optimizer._away = "inside sampled()"
+            self._outermost = True
+        with torch.no_grad():
+            for slot in self._slots:
+                at_mean = dataclasses.replace(slot, mean=optimizer._means.get(slot.parameter, slot.mean))
+                s = optimizer._unit_precision(slot)
+                slot.parameter.copy_(optimizer._sample(at_mean, s, -1 - draw) if slot.group["sample"] else at_mean.mean)
+        torch.clear_autocast_cache()
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            MeanSnapshot(self._slots).restore()
+        torch.clear_autocast_cache()
+        if self._outermost:
+            self._optimizer._means, self._optimizer._away = None, None

@@ -1,0 +1,91 @@
+"""All uses of torch's private names, each with the public thing that it stands for.
+
+What changes in torch without notice breaks here, and nowhere else. Written for torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm  # BatchNorm1d, 2d, 3d, SyncBatchNorm, lazy ones
+from torch.nn.modules.batchnorm import _NormBase as NormBase  # the same, and InstanceNorm
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree  # trees of tensors, as torch.func takes and returns them
+
+__all__ = [
+    "AnyBatchNorm",
+    "NormBase",
+    "compile_graph",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_mul_",
+    "has_step_hooks",
+    "mark_as_stepped",
+    "own_buffers",
+    "pytree",
+    "trace_graph",
+    "transient_buffers",
+    "version_of",
+]
+
+foreach_add_ = torch._foreach_add_  # a.add_(b) for many pairs, in one launch
+foreach_copy_ = torch._foreach_copy_  # a.copy_(b)
+foreach_mul_ = torch._foreach_mul_  # a.mul_(b)
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers that `register_buffer` gave this module, None included; `named_buffers` leaves those out."""
+    return module._buffers
+
+
+def transient_buffers(module: nn.Module) -> set[str]:
+    """The buffers of this module that were registered with `persistent=False`."""
+    return module._non_persistent_buffers_set
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was written to in place: what autograd checks before it uses a saved tensor."""
+    return tensor._version
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether a hook was registered by `register_step_pre_hook` or `register_step_post_hook`."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def mark_as_stepped(optimizer: Optimizer) -> None:
+    """Do for schedulers what a call of `optimizer.step` does: they warn if none came before theirs."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def trace_graph(function: Callable[..., Any], inputs: list[Tensor], table: dict[Any, Any]) -> GraphModule:
+    """The graph of what a function does with tensors: `torch.export` does not trace functions under vmap that write.
+
+    Args:
+        function: Takes tensors.
+        inputs: Examples.
+        table: Operators, each with a function that is traced in its place.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+def compile_graph(graph: GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Callable[..., Sequence[Tensor]]:
+    """The graph compiled by TorchInductor, as `torch.compile` would do with it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own: deprecations, hints on speed
+        from torch._guards import TracingContext, tracing
+        from torch._inductor import compile as compile_fx
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        # What is compiled for fixed shapes is kept on disk, if the compiler is told that they are.
+        fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
+        with tracing(TracingContext(fake)):
+            return compile_fx(graph, inputs, options=options)  # type: ignore[arg-type,no-any-return]
