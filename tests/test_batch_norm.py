@@ -189,7 +189,7 @@ def test_a_batch_of_one_example_is_named_and_tensors_are_cut_so_that_there_is_no
         lambda: bsam.recalibrate_batch_norm(model, x.split(4)),
         lambda: bsam.predict(model, posterior, x, recalibrate=x.split(4)),
     ):
-        with pytest.raises(ValueError, match=r"batch 2 has one value a channel.*drop_last"):
+        with pytest.raises(ValueError, match=r"batch 2 has one value per channel.*drop_last"):
             attempt()
         torch.testing.assert_close(model.state_dict(), before)
     cut = bsam.predict(model, posterior, x, recalibrate=x, batch_size=4)
