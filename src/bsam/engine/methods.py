@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,62 +20,6 @@ from bsam.optim.checked import slots_of
 from bsam.optim.probing import Gradients, Slot, Tally
 
 __all__ = ["Method", "Plain", "method_of"]
-
-
-class Method(Protocol):
-    """An optimizer that probes and updates: see `ProbingOptimizer`, whose members these are."""
-
-    process_group: dist.ProcessGroup | None
-    _skipped: Tensor | None
-
-    @property
-    def rates(self) -> tuple[str, ...]:
-        """Options of a group that may change from step to step."""
-
-    @property
-    def per_example(self) -> bool:
-        """Whether the probe asks for the gradients of single examples."""
-
-    @property
-    def effective_num_data(self) -> float:
-        """N, the number of examples that the noise knows."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of parameters and their options."""
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps were left out."""
-
-    def step(self, closure: LossFunction, *batch: Any) -> Tensor:
-        """Take a step in a loop over the splits."""
-
-    def _option(self, name: str) -> Any: ...
-
-    def _fixed(self, group: dict[str, Any]) -> dict[str, Any]: ...
-
-    def _slots(self) -> list[Slot]: ...
-
-    def _state_of(self, slot: Slot) -> dict[str, Tensor]: ...
-
-    def _own(self, slots: list[Slot]) -> None: ...
-
-    def _check_batch(self, batch: tuple[Any, ...]) -> None: ...
-
-    def _refuse_if_away(self, what: str) -> None: ...
-
-    def _warn_of_unseen(self, slots: list[Slot], stacklevel: int) -> None: ...
-
-    def _theta(self, slot: Slot, split: int) -> Tensor: ...
-
-    def _noise_precision(self, slot: Slot) -> Tensor | None: ...
-
-    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None: ...
-
-    def _apply(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None: ...
-
-    def _base_step(self) -> BaseStep | None: ...
 
 
 class Plain:
@@ -151,6 +95,9 @@ class Plain:
 
     def _base_step(self) -> BaseStep:
         return BaseStep(self._optimizer, hooks=True)
+
+
+Method = ProbingOptimizer | Plain
 
 
 def method_of(optimizer: Optimizer, module: nn.Module) -> Method:
