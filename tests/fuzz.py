@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.optim.test_contract import OPTIMIZERS, cross_entropy, make
+from tests.optim.test_contract import cross_entropy
+from tests.optimizers import METHODS, make
 from tests.sigint import same
 
 
@@ -74,25 +75,26 @@ class Program:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
-        self.name = name = rng.choice(list(OPTIMIZERS))
-        known = name == "VOGN" or rng.random() < 0.7
+        self.name = name = rng.choice(list(METHODS))
+        method = METHODS[name]
+        known = method.per_example or rng.random() < 0.7
         whole: dict[str, Any] = {
             "splits": rng.choice([1, 1, 2, 3]),
             "nonfinite": rng.choice(["raise", "skip"]),
             "max_grad_norm": rng.choice([None, 0.1]),
             "vectorise": rng.choice([None, False]),
         }
-        if known and name != "VOGN":
+        if known and not method.per_example:
             whole["batch_norm"] = rng.choice(["first_split", "first_pass", "all", "none"])
-        if name in ("BSAM", "VOGN"):
+        if method.gaussian:
             whole["seed"] = rng.randrange(100)
         self.options = {
             "whole": whole,
             "known": known,
-            "batch_norm": known and name != "VOGN" and rng.random() < 0.7,  # what is not known is not restored
+            "batch_norm": known and not method.per_example and rng.random() < 0.7,  # what is not known is not restored
             "dtype": rng.choice([torch.float32, torch.float64, torch.bfloat16]),
             "groups": rng.random() < 0.5,
-            "group": rng.choice([{"lr": 0.03}, {} if name == "VOGN" else {"perturb": False}]),
+            "group": rng.choice([{"lr": 0.03}, {"perturb": False} if method.passes == 2 else {}]),
         }
         self.side, self.twin = (Side(name, self.options) for _ in range(2))
 
@@ -100,7 +102,7 @@ class Program:
         """Do `length` random things; raise `Broken` at the first that is not as promised."""
         things = [self.good] * 4 + [self.fails, self.not_finite, self.accumulated, self.scaled, self.misspelt]
         things += [self.freeze, self.rate, self.resumed, self.copied, self.bad_state, self.zeroed]
-        if self.name in ("BSAM", "VOGN"):
+        if METHODS[self.name].gaussian:
             things.append(self.sampled)
         for _ in range(length):
             thing = self.rng.choice(things)

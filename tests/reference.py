@@ -158,3 +158,41 @@ def vogn(
             s = beta2 * s + (1 - beta2) * h_hat
         mu = mu - alpha * momentum / (s + delta + gamma)
         yield mu.copy(), s.copy(), momentum.copy(), sum(losses) / len(minibatch)
+
+
+def ivon(
+    gradient: Gradient,
+    m: np.ndarray,
+    minibatches: Iterable[np.ndarray],
+    noise: Callable[[int, int], np.ndarray],
+    *,
+    alpha,
+    beta1,
+    beta2,
+    delta,
+    lambda_: float,
+    h_0: float,
+    parts: int = 1,
+    clip=np.inf,
+    sampled=1.0,
+):
+    """Shen et al. (2024), Algorithm 1, one weight sample for each of the parts. Yields (m, h, g, loss) after each step;
+    noise(t, k) is standard normal, t from 0. Weights that are not sampled say nothing about h, which stays."""
+    m = m.copy()
+    g, h = np.zeros_like(m), np.full_like(m, h_0)
+    for t, minibatch in enumerate(minibatches, start=1):
+        g_hat, h_hat, loss = np.zeros_like(m), np.zeros_like(m), 0.0
+        for k, part in enumerate(parts_of(minibatch, parts)):
+            share = len(part) / len(minibatch)
+            sigma = 1.0 / np.sqrt(lambda_ * (h + delta))
+            theta = m + sampled * sigma * noise(t - 1, k)
+            loss_k, g_k = gradient(theta, part)
+            g_hat += share * g_k
+            h_hat += share * g_k * (theta - m) / sigma**2
+            loss += share * loss_k
+        g = beta1 * g + (1 - beta1) * g_hat
+        new_h = beta2 * h + (1 - beta2) * h_hat + (1 - beta2) ** 2 * (h - h_hat) ** 2 / (2 * (h + delta))
+        h = np.where(sampled, new_h, h)
+        g_bar = g / (1 - beta1**t)
+        m = m - alpha * np.clip((g_bar + delta * m) / (h + delta), -clip, clip)
+        yield m.copy(), h.copy(), g.copy(), loss

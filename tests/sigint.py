@@ -21,7 +21,8 @@ from torch import nn
 
 import bsam
 from bsam.posterior.base import holds_sample
-from tests.optim.test_contract import OPTIMIZERS, batch, cross_entropy, make, network
+from tests.optim.test_contract import batch, cross_entropy, network
+from tests.optimizers import METHODS, make
 
 
 @dataclasses.dataclass
@@ -152,11 +153,11 @@ def _loading(steps: int) -> Subject:
 
 
 STEPS: dict[str, Callable[[int], Subject]] = {
-    **{name: _stepped(name, splits=2) for name in OPTIMIZERS},
-    **{f"{name}, nonfinite='skip'": _stepped(name, nonfinite="skip") for name in OPTIMIZERS},
+    **{name: _stepped(name, splits=2) for name in METHODS},
+    **{f"{name}, nonfinite='skip'": _stepped(name, nonfinite="skip") for name in METHODS},
     "BSAM, vectorised": _stepped("BSAM", splits=2, vectorise=True),
     "VOGN, in a loop": _stepped("VOGN", vectorise=False),
-    **{f"TrainStep, {name}": _compiled(name) for name in OPTIMIZERS},
+    **{f"TrainStep, {name}": _compiled(name) for name in METHODS},
 }
 OTHERS: dict[str, Callable[[int], Subject]] = {
     "optimizer.sampled": _sampled,

@@ -1,4 +1,4 @@
-"""What every optimizer of this package promises. A new one is one line in OPTIMIZERS.
+"""What every optimizer of this package promises. A new one is one entry in tests/optimizers.py.
 
 Covers, besides our own promises, what the tests of PyTorch's test/test_optim.py ask for by name;
 tests/pytorch_suite.py runs that file itself.
@@ -13,7 +13,7 @@ import sys
 import textwrap
 import warnings
 from collections import OrderedDict, UserDict, namedtuple
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from types import MappingProxyType
 
 import pytest
@@ -22,32 +22,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import bsam
+from tests.optimizers import METHODS, make
 from tests.problems import holding
 
-
-def vogn(params, lr=0.02, module=None, **options):
-    """VOGN knows its model. Where a test has only parameters, one that holds them, and their gradients in a loop."""
-    if module is None:
-        params = list(params) if isinstance(params, Iterator) else params
-        module = holding(params)
-        options["vectorise"] = False
-    return bsam.VOGN(params, lr, module=module, num_data=100, prior_precision=1.0, damping=0.1, **options)
-
-
-OPTIMIZERS = {
-    "BSAM": lambda params, lr=0.3, **options: bsam.BSAM(params, lr, num_data=100, prior_precision=1.0, **options),
-    "SAM-SGD": lambda params, lr=0.1, **options: bsam.SAM(
-        params, torch.optim.SGD, rho=0.05, lr=lr, momentum=0.9, **options
-    ),
-    "SAM-Adam": lambda params, lr=0.01, **options: bsam.SAM(params, torch.optim.Adam, rho=0.05, lr=lr, **options),
-    "VOGN": vogn,
-}
-PASSES = dict.fromkeys(OPTIMIZERS, 2) | {"VOGN": 1}
-pytestmark = pytest.mark.parametrize("name", OPTIMIZERS)
-
-
-def make(name, params, **options):
-    return OPTIMIZERS[name](params, **options)
+pytestmark = pytest.mark.parametrize("name", METHODS)
 
 
 def take_step(optimizer, closure):
@@ -59,7 +37,7 @@ def take_step(optimizer, closure):
 
 def network(name, dtype=torch.float32):
     torch.manual_seed(5)
-    norm = nn.LayerNorm(6) if name == "VOGN" else nn.BatchNorm1d(6)  # VOGN refuses layers that mix examples
+    norm = nn.LayerNorm(6) if METHODS[name].per_example else nn.BatchNorm1d(6)  # VOGN refuses layers that mix examples
     return nn.Sequential(nn.Linear(4, 6), norm, nn.Tanh(), nn.Linear(6, 3)).to(dtype)
 
 
@@ -108,7 +86,7 @@ def test_every_exported_optimizer_is_here(name):
     exported = {
         value for value in vars(bsam).values() if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)
     }
-    here = {type(make(each, [nn.Parameter(torch.ones(1))])) for each in OPTIMIZERS}
+    here = {type(make(each, [nn.Parameter(torch.ones(1))])) for each in METHODS}
     assert exported == here
 
 
@@ -147,7 +125,7 @@ def test_no_step_is_taken_while_a_posterior_has_its_sample_in_the_model(name):
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("call", [1, 2, 3, -1])
 def test_an_exception_in_the_closure_changes_nothing(name, error, call):
-    call %= 3 * PASSES[name] + 1
+    call %= 3 * METHODS[name].passes + 1
     model, twin = network(name), network(name)
     optimizer, other = (make(name, m.parameters(), splits=3, module=m) for m in (model, twin))
     x, y = batch()
@@ -237,9 +215,9 @@ def test_an_update_that_fails_half_way_changes_nothing(name):
     """The options of the second group make its formulas raise; those of the first are good."""
     model = network(name)
     groups = [{"params": model[0].parameters()}, {"params": model[3].parameters()}]
-    optimizer = make(name, groups, module=model, **({"foreach": False} if "SAM-" in name else {}))
+    optimizer = make(name, groups, module=model, **({"foreach": False} if METHODS[name].base else {}))
     for steps in (0, 1):
-        bad = {"weight_decay": "heavy"} if "SAM-" in name else {"betas": (torch.ones(7), 0.9)}
+        bad = {"weight_decay": "heavy"} if METHODS[name].base else {"betas": (torch.ones(7), 0.9)}
         good = {key: optimizer.param_groups[1][key] for key in bad}
         before, addresses = (
             snapshot(model, optimizer),
@@ -316,7 +294,7 @@ def poisoned(model, where, value, calls):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("call", [1, 2, -2, -1])
 def test_nonfinite_numbers_are_refused(name, where, value, call):
-    call %= 3 * PASSES[name] + 1
+    call %= 3 * METHODS[name].passes + 1
     model = network(name)
     optimizer = make(name, model.parameters(), splits=3, module=model)
     x, y = batch()
@@ -330,7 +308,7 @@ def test_nonfinite_numbers_are_refused(name, where, value, call):
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("call", [1, 2, -1])
 def test_nonfinite_steps_can_be_skipped(name, where, call):
-    call %= 3 * PASSES[name] + 1
+    call %= 3 * METHODS[name].passes + 1
     model = network(name)
     optimizer = make(name, model.parameters(), splits=3, module=model, nonfinite="skip")
     x, y = batch()
@@ -373,7 +351,7 @@ def test_skipping_changes_no_good_step(name):
 def test_the_message_names_the_parameter(name):
     model = network(name)
     optimizer = make(name, model.named_parameters())
-    passes = iter([1.0] * (PASSES[name] - 1) + [float("nan")])
+    passes = iter([1.0] * (METHODS[name].passes - 1) + [float("nan")])
     hook = model[3].bias.register_hook(lambda g: g * next(passes, float("nan")))
     with pytest.raises(FloatingPointError, match=r"the gradient of 3\.bias is not finite"):
         optimizer.step(cross_entropy(model), *batch())
@@ -621,7 +599,7 @@ def test_other_types(name, dtype):
 
 def test_new_groups_midway(name):
     a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    known = {"module": holding([a, b]), "vectorise": False} if name == "VOGN" else {}
+    known = {"module": holding([a, b]), "vectorise": False} if METHODS[name].per_example else {}
     optimizer = make(name, [a], splits=1, **known)
     take_step(optimizer, lambda: (a**2).sum() + (b**2).sum())
     assert torch.equal(b, torch.ones(2))
@@ -657,7 +635,7 @@ def test_a_tensor_as_learning_rate(name):
     x, y = batch()
     models = [network(name), network(name)]
     for model, lr in zip(models, [0.25, torch.tensor(0.25)], strict=True):
-        optimizer = make(name, model.parameters(), lr=lr, **({"foreach": False} if "SAM-" in name else {}))
+        optimizer = make(name, model.parameters(), lr=lr, **({"foreach": False} if METHODS[name].base else {}))
         for _ in range(3):
             optimizer.step(cross_entropy(model), x, y)
     for p, q in zip(*map(weights, models), strict=True):
@@ -672,7 +650,7 @@ def test_a_learning_rate_of_one_element_is_a_number_and_matrices_are_refused(nam
     results = []
     for lr in (0.125, torch.tensor([0.125])):
         w, scalar = nn.Parameter(torch.ones(2)), nn.Parameter(torch.tensor(2.0))
-        optimizer = make(name, [w, scalar], lr=lr, **({"foreach": False} if "SAM-" in name else {}))
+        optimizer = make(name, [w, scalar], lr=lr, **({"foreach": False} if METHODS[name].base else {}))
         take_step(optimizer, lambda w=w, scalar=scalar: (w**2).sum() + scalar**2)
         results.append([w.detach(), scalar.detach()])
     for a, b in zip(*results, strict=True):
@@ -681,12 +659,12 @@ def test_a_learning_rate_of_one_element_is_a_number_and_matrices_are_refused(nam
 
 @pytest.mark.parametrize("key", ["pertub", "momentumm", "weight_decay", "betas2", "splitz"])
 def test_options_of_a_group_that_nobody_reads_are_refused(name, key):
-    if key == "weight_decay" and "SAM-" in name:
+    if key == "weight_decay" and METHODS[name].base:
         pytest.skip("an option of its base optimizer")
     a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match=f"{key!r} is not an option of a parameter group of .*would be ignored.*knows"):
         make(name, [{"params": [a], key: 0.5}])
-    optimizer = make(name, [a], **({"module": holding([a, b])} if name == "VOGN" else {}))
+    optimizer = make(name, [a], **({"module": holding([a, b])} if METHODS[name].per_example else {}))
     with pytest.raises(ValueError, match=f"{key!r} is not an option"):
         optimizer.add_param_group({"params": [b], key: 0.5})
     assert len(optimizer.param_groups) == 1
@@ -741,7 +719,7 @@ def test_scalar_empty_and_noncontiguous_parameters(name):
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_the_closure_is_called_twice_a_split_or_once_an_example(name, splits):
+def test_the_closure_is_called_for_each_pass_of_a_split_or_once_an_example(name, splits):
     model = network(name)
     optimizer = make(name, model.parameters(), splits=splits)
     sizes = []
@@ -751,10 +729,11 @@ def test_the_closure_is_called_twice_a_split_or_once_an_example(name, splits):
         return cross_entropy(model)(x, y)
 
     optimizer.step(closure, *batch(8))
-    if name == "VOGN":
+    if METHODS[name].per_example:
         assert sizes == [(1, 1)] * 8
     else:
-        assert sizes == ([(8, 8)] * 2 if splits == 1 else [(3, 3)] * 4 + [(2, 2)] * 2)
+        parts = [8] if splits == 1 else [3, 3, 2]
+        assert sizes == [(size, size) for size in parts for _ in range(METHODS[name].passes)]
 
 
 def test_returning_the_loss_and_calling_backward_are_the_same(name):
@@ -790,7 +769,7 @@ def test_returning_the_loss_and_calling_backward_are_the_same(name):
 
 
 def test_a_closure_without_a_batch_is_the_whole_batch(name):
-    if name == "VOGN":
+    if METHODS[name].per_example:
         pytest.skip("refuses one: see test_vogn.py")
     x, y = batch()
     models = [network(name), network(name)]
@@ -809,7 +788,7 @@ def test_the_loss_is_the_mean_at_the_first_points_detached(name):
         return losses[-1][0]
 
     loss = optimizer.step(closure, *batch(10))
-    expected = sum(value * size for value, size in losses[:: PASSES[name]]) / 10
+    expected = sum(value * size for value, size in losses[:: METHODS[name].passes]) / 10
     torch.testing.assert_close(loss, expected.detach())
     assert not loss.requires_grad
     assert loss.shape == ()
@@ -868,7 +847,7 @@ def test_gradients_of_parameters_of_another_optimizer_are_left_alone(name, calls
     if vectorise and (calls_backward or not knows):
         pytest.skip("the splits can be computed together only if the loss is returned and the model known")
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-    options = {"module": model} if knows or name == "VOGN" else {}
+    options = {"module": model} if knows or METHODS[name].per_example else {}
     optimizer = make(name, model[0].parameters(), splits=2, vectorise=vectorise, **options)
     x, y = batch()
     x.requires_grad_()  # a leaf that is no parameter
@@ -1006,7 +985,8 @@ def test_grad_is_the_average_of_the_last_gradients(name):
         return loss
 
     optimizer.step(closure, torch.tensor([1.0, 2.0, 4.0]))  # parts [1, 2] and [4]
-    expected = sum(seen) / 3 if name == "VOGN" else (2 * seen[1] + seen[3]) / 3
+    last = seen[METHODS[name].passes - 1 :: METHODS[name].passes]  # of each part, or of each example
+    expected = sum(last) / 3 if METHODS[name].per_example else (2 * last[0] + last[1]) / 3
     torch.testing.assert_close(w.grad, expected)
 
 
@@ -1154,11 +1134,11 @@ def test_step_hooks_run_in_order(name):
         return (w**2).sum()
 
     take_step(optimizer, closure)
-    assert calls == ["pre", *["closure"] * PASSES[name], "post"]
+    assert calls == ["pre", *["closure"] * METHODS[name].passes, "post"]
     handle.remove()
     calls.clear()
     take_step(optimizer, closure)
-    assert calls == ["pre", *["closure"] * PASSES[name]]
+    assert calls == ["pre", *["closure"] * METHODS[name].passes]
 
 
 def test_named_parameters(name):
@@ -1225,7 +1205,7 @@ def test_the_posterior_is_around_the_weights_and_predicts(name, tmp_path):
     model = network(name)
     model[3].bias.requires_grad_(False)
     optimizer = make(
-        name, model.parameters(), module=model, **({"betas": (0.9, 0.5)} if name in ("BSAM", "VOGN") else {})
+        name, model.parameters(), module=model, **({"betas": (0.9, 0.5)} if METHODS[name].gaussian else {})
     )
     x, y = batch(24)
     for _ in range(5):
@@ -1247,7 +1227,7 @@ def test_the_posterior_is_around_the_weights_and_predicts(name, tmp_path):
 
 
 def test_the_posterior_needs_the_model(name):
-    if name == "VOGN":
+    if METHODS[name].per_example:
         pytest.skip("always knows its model")
     model = network(name)
     with pytest.raises(TypeError, match="needs the model"):

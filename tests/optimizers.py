@@ -1,0 +1,94 @@
+"""The optimizers that the contract tests run over, in one list: a new method is one entry in METHODS.
+
+tests/optim/test_contract.py, tests/optim/test_together.py, tests/engine/test_train_step.py, tests/pytorch_suite.py,
+tests/fuzz.py, tests/sigint.py and tests/test_distributed.py read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+import bsam
+from tests.problems import holding
+
+
+@dataclass(frozen=True)
+class Method:
+    """An optimizer, and what a test that runs over all of them must know of it."""
+
+    optimizer: type[Optimizer]
+    options: dict[str, Any]
+    """What it is made with, unless a test says otherwise."""
+    base: type[Optimizer] | None = None
+    """The torch optimizer that gets its gradient."""
+    passes: int = 2
+    """How many gradients of each part a step takes."""
+    gaussian: bool = False
+    """Whether it learns a Gaussian: it has a seed, and `sampled()`."""
+    per_example: bool = False
+    """Whether it differentiates examples one by one: it knows its model, needs a batch, and refuses BatchNorm."""
+    variants: tuple[dict[str, Any], ...] = field(default=())
+    """Options that PyTorch's suite makes it with, beside learning rates."""
+    errors: tuple[tuple[dict[str, Any], str], ...] = field(default=())
+    """Options that it must refuse, and what its message says."""
+
+
+GAUSSIAN: dict[str, Any] = {"num_data": 100, "prior_precision": 1.0}
+GAUSSIAN_ERRORS = (({"lr": -1.0}, "lr=-1.0"), ({"betas": (1.0, 0.9)}, "betas"), ({"num_data": 0}, "num_data=0"))
+
+METHODS = {
+    "BSAM": Method(
+        bsam.BSAM,
+        {"lr": 0.3, **GAUSSIAN},
+        gaussian=True,
+        variants=({"rho": 0.1}, {"betas": (0.5, 0.9)}, {"damping": 1.0}),
+        errors=GAUSSIAN_ERRORS,
+    ),
+    "SAM-SGD": Method(
+        bsam.SAM,
+        {"lr": 0.1, "rho": 0.05, "momentum": 0.9},
+        base=torch.optim.SGD,
+        variants=({"momentum": 0.0}, {"weight_decay": 0.1}, {"rho": 0.0}),
+        errors=(({"rho": -0.1}, "rho=-0.1"), ({"momentum": -0.5}, "Invalid momentum value: -0.5")),
+    ),
+    "SAM-Adam": Method(
+        bsam.SAM,
+        {"lr": 0.01, "rho": 0.05},
+        base=torch.optim.Adam,
+        variants=({"weight_decay": 0.1}, {"amsgrad": True}, {"rho": 0.2}),
+        errors=(({"lr": -1.0}, "lr=-1.0"), ({"betas": (1.0, 0.0)}, "Invalid beta parameter")),
+    ),
+    "VOGN": Method(
+        bsam.VOGN,
+        {"lr": 0.02, "damping": 0.1, **GAUSSIAN},
+        passes=1,
+        gaussian=True,
+        per_example=True,
+        variants=({"betas": (0.5, 0.9)}, {"damping": 1.0}),
+        errors=GAUSSIAN_ERRORS,
+    ),
+    "IVON": Method(
+        bsam.IVON,
+        {"lr": 0.1, "betas": (0.9, 0.999), **GAUSSIAN},
+        passes=1,
+        gaussian=True,
+        variants=({"betas": (0.5, 0.9)}, {"initial_hessian": 1.0}, {"clip_radius": 0.1}),
+        errors=(*GAUSSIAN_ERRORS, ({"initial_hessian": 0.0}, "initial_hessian=0.0")),
+    ),
+}
+
+
+def make(name: str, params: Any, **options: Any) -> Optimizer:
+    """The method's optimizer. Where a test has only parameters, one that needs a model gets one that holds them."""
+    method = METHODS[name]
+    if method.per_example and options.get("module") is None:
+        params = list(params) if isinstance(params, Iterator) else params
+        # In a loop: the test does not look the parameters up in the module.
+        options = {**options, "module": holding(params), "vectorise": False}
+    base = () if method.base is None else (method.base,)
+    return method.optimizer(params, *base, **{**method.options, **options})
