@@ -63,6 +63,13 @@ METHODS = {
         variants=({"weight_decay": 0.1}, {"amsgrad": True}, {"rho": 0.2}),
         errors=(({"lr": -1.0}, "lr=-1.0"), ({"betas": (1.0, 0.0)}, "Invalid beta parameter")),
     ),
+    "ASAM-SGD": Method(
+        bsam.ASAM,
+        {"lr": 0.1, "rho": 0.5, "momentum": 0.9},
+        base=torch.optim.SGD,
+        variants=({"momentum": 0.0}, {"weight_decay": 0.1}, {"eta": 0.1}),
+        errors=(({"rho": -0.1}, "rho=-0.1"), ({"eta": -0.5}, "eta=-0.5")),
+    ),
     "VOGN": Method(
         bsam.VOGN,
         {"lr": 0.02, "damping": 0.1, **GAUSSIAN},

@@ -79,6 +79,26 @@ def sam_gradient(gradient: Gradient, omega, minibatch, *, rho, m: int):
     return g_eps, loss
 
 
+def asam_sgd(
+    gradient: Gradient, omega: np.ndarray, minibatches, *, alpha, beta1, rho, eta, delta, m: int = 1, perturbed=1.0
+):
+    """Kwon et al. (2021), Algorithm 1 with T = |w| + eta and p = 2, in SGD with a heavy ball. Yields (omega, loss)."""
+    omega = omega.copy()
+    g_m = np.zeros_like(omega)
+    for minibatch in minibatches:
+        g_eps, loss = np.zeros_like(omega), 0.0
+        T = np.abs(omega) + eta
+        for part in parts_of(minibatch, m):
+            loss_k, g_k = gradient(omega, part)
+            norm = np.sqrt(np.sum((perturbed * T * g_k) ** 2))
+            eps_k = perturbed * rho * T**2 * g_k / norm if norm > 0 else np.zeros_like(g_k)
+            g_eps += len(part) / len(minibatch) * gradient(omega + eps_k, part)[1]
+            loss += len(part) / len(minibatch) * loss_k
+        g_m = beta1 * g_m + g_eps + delta * omega
+        omega = omega - alpha * g_m
+        yield omega.copy(), loss
+
+
 def sam_adam(
     gradient: Gradient,
     omega: np.ndarray,

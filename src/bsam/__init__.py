@@ -4,11 +4,12 @@ from bsam import kernels as _kernels  # noqa: F401  # its operators register wit
 from bsam import metrics
 from bsam.batch_norm import recalibrate_batch_norm
 from bsam.engine import TrainStep
-from bsam.optim import BSAM, IVON, SAM, SWAG, VOGN
+from bsam.optim import ASAM, BSAM, IVON, SAM, SWAG, VOGN
 from bsam.posterior import DiagonalGaussian, LowRankGaussian, PointMass, Posterior, laplace, load_posterior
 from bsam.prediction import GaussianPredictions, Predictions, predict, predict_linearised
 
 __all__ = [
+    "ASAM",
     "BSAM",
     "IVON",
     "SAM",

@@ -1,9 +1,10 @@
 """Optimizers: one method a file, all on the same step."""
 
+from bsam.optim.asam import ASAM
 from bsam.optim.bsam import BSAM
 from bsam.optim.ivon import IVON
 from bsam.optim.sam import SAM
 from bsam.optim.swag import SWAG
 from bsam.optim.vogn import VOGN
 
-__all__ = ["BSAM", "IVON", "SAM", "SWAG", "VOGN"]
+__all__ = ["ASAM", "BSAM", "IVON", "SAM", "SWAG", "VOGN"]

@@ -40,7 +40,7 @@ from bsam.optim import options
 from bsam.optim.arithmetic import total_norm
 from bsam.optim.base import ProbingOptimizer
 from bsam.optim.base_step import evaluates_loss
-from bsam.optim.probing import Gradients, Slot, Tally
+from bsam.optim.probing import Gradients, Slot, Tally, emptied
 
 __all__ = ["SAM", "perturbation"]
 
@@ -97,11 +97,6 @@ class SAM(ProbingOptimizer):
         process_group: dist.ProcessGroup | None = None,
         **base_kwargs: Any,
     ) -> None:
-        if isinstance(base_optimizer, Optimizer) or not callable(base_optimizer):
-            raise TypeError(
-                f"base_optimizer={base_optimizer!r} must be a class or a function that makes an optimizer: "
-                "SAM(params, torch.optim.SGD, rho=0.05, lr=0.1)."
-            )
         defaults = {
             "rho": rho,
             "perturb": True,
@@ -110,6 +105,24 @@ class SAM(ProbingOptimizer):
             "max_grad_norm": max_grad_norm,
             "batch_norm": batch_norm,
         }
+        self._build(params, base_optimizer, defaults, base_kwargs, module, process_group, vectorise)
+
+    def _build(
+        self,
+        params: Any,
+        base_optimizer: Callable[..., Optimizer],
+        defaults: dict[str, Any],
+        base_kwargs: dict[str, Any],
+        module: nn.Module | None,
+        process_group: dist.ProcessGroup | None,
+        vectorise: bool | None,
+    ) -> None:
+        """Make the groups, and the base optimizer that shares them."""
+        if isinstance(base_optimizer, Optimizer) or not callable(base_optimizer):
+            raise TypeError(
+                f"base_optimizer={base_optimizer!r} must be a class or a function that makes an optimizer: "
+                f"{type(self).__name__}(params, torch.optim.SGD, rho={defaults['rho']}, lr=0.1)."
+            )
         self._check_group({**defaults, **base_kwargs})
         super().__init__(params, defaults, module=module, process_group=process_group, vectorise=vectorise)
         self.base_optimizer = base_optimizer(self.param_groups, **base_kwargs)
@@ -138,12 +151,17 @@ class SAM(ProbingOptimizer):
                 "maximize=True does not go with SAM, which looks for the worst loss nearby: negate the loss."
             )
 
+    def _scaled(self, slot: Slot, tensor: Tensor) -> Tensor:
+        """A gradient, or a perturbation, times the axes of the ball around the weights: here all are 1."""
+        return tensor
+
     def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
-        g = grad_at(theta)  # line 2
+        g = [self._scaled(slot, g_i) for slot, g_i in zip(slots, emptied(grad_at(theta)), strict=True)]  # line 2
         moved = [g_i for slot, g_i in zip(slots, g, strict=True) if slot.group["perturb"]]
         norm = grad_at.per_split(total_norm)(moved) if moved else None
+        step = grad_at.per_split(perturbation)
         perturbed = (
-            slot.mean + grad_at.per_split(perturbation)(g_i, norm.to(g_i.device), rho=slot.group["rho"])
+            slot.mean + self._scaled(slot, step(g_i, norm.to(g_i.device), rho=slot.group["rho"]))
             if slot.group["perturb"] and norm is not None
             else slot.mean.expand_as(g_i)
             for slot, g_i in zip(slots, g, strict=True)
