@@ -14,16 +14,15 @@ apply, and are not run.
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.testing._internal import common_optimizers as suite
 
-import bsam
-from tests.problems import holding
+from tests.optimizers import METHODS, arguments
 
 CLEARED = {
     "test_forloop_goes_right_direction": "evaluates the closure by itself before the first step",
@@ -39,8 +38,9 @@ CLEARED = {
 """The tests that would meet "has a gradient in .grad that no step left there", and why."""
 
 LEFT_OUT = {
-    "test_param_groups_weight_decay_BSAM": "weight_decay is no option of BSAM, which refuses it in a group",
-    "test_param_groups_weight_decay_VOGN": "the same for VOGN",
+    f"test_param_groups_weight_decay_{name}": f"weight_decay is no option of {name}, which refuses it in a group"
+    for name, method in METHODS.items()
+    if method.base is None
 }
 """The tests that cannot apply, by name and optimizer, and why."""
 
@@ -64,53 +64,32 @@ class FromGradients:
         return super().step(replay if closure is None else closure, *batch)
 
 
-# tolerance_grad: one test takes every optimizer with a closure for LBFGS.
+def adapted(name: str) -> type:
+    """The optimizer of a method as the tests make it: with parameters and few options."""
+    method = METHODS[name]
 
+    class Adapted(FromGradients, method.optimizer):
+        # tolerance_grad: one test takes every optimizer with a closure for LBFGS.
+        def __init__(self, params: Any, lr: Any = None, tolerance_grad: Any = None, **options: Any) -> None:
+            options = {**method.suite, **({} if lr is None else {"lr": lr}), **options}
+            positional, keywords = arguments(name, params, options)
+            super().__init__(*positional, **keywords)
 
-class BSAM(FromGradients, bsam.BSAM):
-    def __init__(
-        self, params: Any, lr: Any = 0.1, num_data: int = 1000, tolerance_grad: Any = None, **options: Any
-    ) -> None:
-        super().__init__(params, lr, num_data=num_data, **options)
+        def step(self, closure: Any = None, *batch: Any) -> Any:
+            if not method.per_example:
+                return super().step(closure, *batch)
+            # One example, that nobody looks at.
+            return super().step(None if closure is None else lambda _: closure(), torch.zeros(1))
 
-
-class SAMSGD(FromGradients, bsam.SAM):
-    def __init__(
-        self, params: Any, lr: Any = 1e-3, rho: float = 0.05, tolerance_grad: Any = None, **options: Any
-    ) -> None:
-        super().__init__(params, torch.optim.SGD, rho=rho, lr=lr, **options)
-
-
-class SAMAdam(FromGradients, bsam.SAM):
-    def __init__(
-        self, params: Any, lr: Any = 1e-3, rho: float = 0.05, tolerance_grad: Any = None, **options: Any
-    ) -> None:
-        super().__init__(params, torch.optim.Adam, rho=rho, lr=lr, **options)
-
-
-class VOGN(FromGradients, bsam.VOGN):
-    def __init__(
-        self,
-        params: Any,
-        lr: Any = 0.01,
-        num_data: int = 1000,
-        damping: float = 1.0,
-        tolerance_grad: Any = None,
-        **options: Any,
-    ) -> None:
-        params = list(params) if isinstance(params, Iterator) else params
-        options |= {"num_data": num_data, "damping": damping}
-        # In a loop: the tests do not look the parameters up in the module.
-        super().__init__(params, lr, module=holding(params), vectorise=False, **options)
-
-    def step(self, closure: Any = None, *batch: Any) -> Any:
-        """With one example, that nobody looks at."""
-        return super().step(None if closure is None else lambda _: closure(), torch.zeros(1))
+    Adapted.__name__ = Adapted.__qualname__ = name.replace("-", "")
+    return Adapted
 
 
 def inputs(*kwargs: dict[str, Any]) -> Any:
-    # The tests change the dictionaries they are given.
-    return lambda device, dtype=None: [suite.OptimizerInput(params=None, kwargs=dict(k), desc=str(k)) for k in kwargs]
+    # The tests change the dictionaries they are given, and schedulers the tensors in them.
+    return lambda device, dtype=None: [
+        suite.OptimizerInput(params=None, kwargs=copy.deepcopy(k), desc=str(k)) for k in kwargs
+    ]
 
 
 def error_inputs(*cases: tuple[dict[str, Any], str]) -> Any:
@@ -127,11 +106,11 @@ def error_inputs(*cases: tuple[dict[str, Any], str]) -> Any:
     return make
 
 
-def info(cls: type, kwargs: list[dict[str, Any]], errors: list[tuple[dict[str, Any], str]]) -> suite.OptimizerInfo:
+def info(name: str) -> suite.OptimizerInfo:
     return suite.OptimizerInfo(
-        cls,
-        optim_inputs_func=inputs(*kwargs),
-        optim_error_inputs_func=error_inputs(*errors),
+        adapted(name),
+        optim_inputs_func=inputs({}, *METHODS[name].variants),
+        optim_error_inputs_func=error_inputs(*METHODS[name].errors),
         supported_impls=(),
         not_og_supported_flags=(),
         supports_complex=False,
@@ -139,34 +118,7 @@ def info(cls: type, kwargs: list[dict[str, Any]], errors: list[tuple[dict[str, A
     )
 
 
-INFOS = [
-    info(
-        BSAM,
-        [{}, {"lr": 0.01}, {"lr": torch.tensor(0.01)}, {"rho": 0.1}, {"betas": (0.5, 0.9)}, {"damping": 1.0}],
-        [({"lr": -1.0}, "lr=-1.0"), ({"betas": (1.0, 0.9)}, "betas"), ({"num_data": 0}, "num_data=0")],
-    ),
-    info(
-        VOGN,
-        [
-            {},
-            {"lr": 0.001},
-            {"lr": torch.tensor(0.01)},
-            {"betas": (0.5, 0.9)},
-            {"damping": 1.0},
-        ],
-        [({"lr": -1.0}, "lr=-1.0"), ({"betas": (1.0, 0.9)}, "betas"), ({"num_data": 0}, "num_data=0")],
-    ),
-    info(
-        SAMSGD,
-        [{}, {"lr": 0.01}, {"lr": torch.tensor(0.001)}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"rho": 0.0}],
-        [({"rho": -0.1}, "rho=-0.1"), ({"momentum": -0.5}, "Invalid momentum value: -0.5")],
-    ),
-    info(
-        SAMAdam,
-        [{}, {"lr": 0.01}, {"weight_decay": 0.1}, {"amsgrad": True}, {"rho": 0.2}],
-        [({"lr": -1.0}, "lr=-1.0"), ({"betas": (1.0, 0.0)}, "Invalid beta parameter")],
-    ),
-]
+INFOS = [info(name) for name in METHODS]
 
 
 if __name__ == "__main__":

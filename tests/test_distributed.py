@@ -12,6 +12,8 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import bsam
+from tests import optimizers
+from tests.optimizers import METHODS
 
 STEPS = 6
 
@@ -38,18 +40,15 @@ def data(step):
 
 
 def network(kind):
-    return Net(nn.LayerNorm if kind == "VOGN" else nn.BatchNorm1d).double()  # VOGN refuses what mixes examples
+    mixes = not METHODS[kind].per_example  # VOGN refuses layers that mix examples
+    return Net(nn.BatchNorm1d if mixes else nn.LayerNorm).double()
 
 
 def make(kind, model, **options):
-    if kind == "VOGN":
+    if METHODS[kind].per_example:
         options.pop("batch_norm", None)
-        # In a loop: which parameters are used depends on the examples.
-        return bsam.VOGN(model.parameters(), 0.02, module=model, num_data=24, damping=0.1, vectorise=False, **options)
-    if kind == "BSAM":
-        return bsam.BSAM(model.parameters(), num_data=24, lr=0.2, module=model, **options)
-    base = {"SAM-SGD": torch.optim.SGD, "SAM-Adam": torch.optim.Adam}[kind]
-    return bsam.SAM(model.parameters(), base, rho=0.1, lr=0.1, module=model, **options)
+        options["vectorise"] = False  # in a loop: which parameters are used depends on the examples
+    return optimizers.make(kind, model.parameters(), module=model, **options)
 
 
 def train(kind, model, optimizer, part=slice(None)):
@@ -93,7 +92,7 @@ def run_rank(rank, kind, policy, folder, sizes):
     leave()
 
 
-@pytest.mark.parametrize("kind", ["BSAM", "SAM-SGD", "SAM-Adam", "VOGN"])
+@pytest.mark.parametrize("kind", METHODS)
 def test_two_ranks_of_two_splits_are_one_rank_of_four(kind, tmp_path):
     mp.spawn(run_rank, (kind, "first_split", str(tmp_path), (12, 12)), nprocs=2)
     torch.manual_seed(0)

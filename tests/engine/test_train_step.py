@@ -18,26 +18,25 @@ from bsam.kernels.convolution import Convolution
 from bsam.optim.base_step import BaseStep
 from tests.networks import assert_close, make_batch, make_network, mean_loss
 from tests.optim.test_contract import assert_same
+from tests.optimizers import METHODS, make
 
 SPLITS = 4
-OPTIMIZERS = {
-    "BSAM": lambda params, module, seed=0, **options: bsam.BSAM(
-        params, lr=0.1, num_data=100, module=module, seed=seed, **{"splits": SPLITS, **options}
-    ),
-    "SAM-SGD": lambda params, module, seed=0, **options: bsam.SAM(
-        params, torch.optim.SGD, rho=0.1, lr=0.1, momentum=0.9, splits=SPLITS, module=module, **options
-    ),
-    "SAM-Adam": lambda params, module, seed=0, **options: bsam.SAM(
-        params, torch.optim.Adam, rho=0.1, lr=0.01, splits=SPLITS, module=module, **options
-    ),
-    "VOGN": lambda params, module, seed=0, **options: bsam.VOGN(
-        params, lr=0.01, num_data=100, splits=SPLITS, module=module, seed=seed, **options
-    ),
-    "SGD": lambda params, module, seed=0, **options: torch.optim.SGD(params, lr=0.1, momentum=0.9, **options),
-    "Adam": lambda params, module, seed=0, **options: torch.optim.Adam(params, lr=0.01, **options),
+PROBING = list(METHODS)
+TORCH = {
+    "SGD": lambda params, **options: torch.optim.SGD(params, lr=0.1, momentum=0.9, **options),
+    "Adam": lambda params, **options: torch.optim.Adam(params, lr=0.01, **options),
 }
-PROBING = ["BSAM", "SAM-SGD", "SAM-Adam", "VOGN"]
-every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+GAUSSIAN = [name for name in PROBING if METHODS[name].gaussian]
+
+
+def make_optimizer(name, params, module, seed=0, **options):
+    if name in TORCH:
+        return TORCH[name](params, **options)
+    own = {"seed": seed} if name in GAUSSIAN else {}
+    return make(name, params, module=module, **{"splits": SPLITS, **own, **options})
+
+
+every_optimizer = pytest.mark.parametrize("name", [*PROBING, *TORCH])
 
 
 class Run:
@@ -45,7 +44,8 @@ class Run:
 
     def __init__(self, name, network="mlp", *, seed=0, params=nn.Module.parameters, **options):
         self.model = make_network(network, seed)
-        self.optimizer = OPTIMIZERS[name](params(self.model), self.model, seed, **options)
+        self.name = name
+        self.optimizer = make_optimizer(name, params(self.model), self.model, seed, **options)
         self.loss_fn = mean_loss(self.model)
 
     def engine(self, batch, **options):
@@ -53,7 +53,7 @@ class Run:
         return TrainStep(self.optimizer, self.loss_fn, batch, **options)
 
     def loop(self, *batch):
-        if isinstance(self.optimizer, bsam.BSAM | bsam.SAM | bsam.VOGN):
+        if self.name in PROBING:
             return self.optimizer.step(self.loss_fn, *batch)
         self.optimizer.zero_grad()
         loss = self.loss_fn(*batch)
@@ -75,7 +75,7 @@ class Run:
 
 def network_of(name):
     """VOGN refuses BatchNorm, which mixes examples."""
-    return "convolutional" if name == "VOGN" else "normalised"
+    return "convolutional" if name in METHODS and METHODS[name].per_example else "normalised"
 
 
 def batches_of(network, count, size=16):
@@ -137,10 +137,9 @@ def two_groups(model, known):
 @pytest.mark.parametrize("name", PROBING)
 @pytest.mark.parametrize("special", [{}, {"perturb": False}, {"sample": False}])
 def test_groups_have_their_own_options(name, special):
-    if special and name != "BSAM" and (name == "VOGN") != ("sample" in special):
-        pytest.skip("has no such option")
-
     known = Run(name).optimizer.defaults
+    if not special.keys() <= known.keys():
+        pytest.skip("has no such option")
 
     def groups(model):
         first, second = two_groups(model, known)
@@ -186,12 +185,14 @@ def test_schedules_are_followed(name):
     assert_close(ours.state(), plain.state())
 
 
-@pytest.mark.parametrize("name", ["BSAM", "VOGN"])
+@pytest.mark.parametrize("name", PROBING)
 def test_every_rate_may_change_between_steps(name):
     ours, plain = Run(name), Run(name)
-    batches = batches_of("mlp", 4)
+    rates = METHODS[name].other_rates
+    assert set(ours.optimizer.rates) <= set(rates)
+    changes = [{}, *({rate: value} for rate, value in rates.items())]
+    batches = batches_of("mlp", len(changes))
     step = ours.engine(batches[0])
-    changes = [{}, {"lr": 0.03, "rho": 0.2}, {"prior_precision": 1.0}, {"damping": 0.7, "betas": (0.3, 0.8)}]
     for batch, change in zip(batches, changes, strict=True):
         for run in (ours, plain):
             run.optimizer.param_groups[0].update(change)
@@ -673,11 +674,7 @@ def test_groups_may_not_be_added():
     refuses([run], lambda: step(*batch), ValueError, "a group of parameters was added after the TrainStep was made")
 
 
-DIFFERENT_RATES = {
-    "BSAM": {"lr": 0.3, "rho": 0.2, "prior_precision": 3.0, "damping": 0.5, "betas": (0.5, 0.9)},
-    "VOGN": {"lr": 0.03, "prior_precision": 3.0, "damping": 0.5, "betas": (0.5, 0.9)},
-    "SAM-SGD": {"lr": 0.3, "rho": 0.5, "momentum": 0.5, "weight_decay": 0.1},
-    "SAM-Adam": {"lr": 0.03, "rho": 0.5, "betas": (0.5, 0.9), "weight_decay": 0.1},
+DIFFERENT_RATES = {name: METHODS[name].other_rates for name in PROBING} | {
     "SGD": {"lr": 0.3, "momentum": 0.5, "weight_decay": 0.1},
     "Adam": {"lr": 0.03, "betas": (0.5, 0.9), "weight_decay": 0.1},
 }
@@ -716,7 +713,7 @@ class TwoHeads(nn.Module):
 @pytest.mark.parametrize("name", ["BSAM", "SAM-SGD", "SGD"])
 def test_an_unused_parameter_is_named_and_left_alone(name):
     model = TwoHeads()
-    optimizer = OPTIMIZERS[name](model.parameters(), model)
+    optimizer = make_optimizer(name, model.parameters(), model)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)  # left over from something else
     before = copy.deepcopy(model.unused.state_dict())
@@ -732,7 +729,7 @@ def test_an_unused_parameter_is_named_and_left_alone(name):
 @pytest.mark.parametrize("name", ["SAM-SGD", "SGD"])
 def test_a_frozen_parameter_is_not_moved_by_a_gradient_that_it_has(name):
     model = make_network("mlp")
-    optimizer = OPTIMIZERS[name](model.parameters(), model)
+    optimizer = make_optimizer(name, model.parameters(), model)
     frozen = next(model.parameters()).requires_grad_(False)
     batch = make_batch("mlp", 16)
     step = TrainStep(optimizer, mean_loss(model), batch, module=model, compile=False)
@@ -769,6 +766,15 @@ class Wide(nn.Module):
         return self.layers(x)
 
 
+FLOAT32 = {
+    "BSAM": {"lr": 0.1, "prior_precision": 25.0},
+    "SAM-SGD": {"rho": 0.1},
+    "SAM-Adam": {"rho": 0.1},
+    "VOGN": {"lr": 0.01, "prior_precision": 25.0, "damping": 0.01},
+}
+"""Rates at which the tolerances of float32 below were found."""
+
+
 def on_gpu(name, seed=0, dtype=torch.float32, device="cuda", **options):
     run = Run(name, seed=seed)
     torch.manual_seed(seed)
@@ -776,7 +782,7 @@ def on_gpu(name, seed=0, dtype=torch.float32, device="cuda", **options):
     if name == "VOGN":
         run.model.layers[1] = nn.Identity()
     parameters = options.pop("params", nn.Module.parameters)(run.model)
-    run.optimizer = OPTIMIZERS[name](parameters, run.model, seed, **options)
+    run.optimizer = make_optimizer(name, parameters, run.model, seed, **{**FLOAT32.get(name, {}), **options})
     run.loss_fn = mean_loss(run.model)
     return run
 

@@ -14,13 +14,10 @@ from bsam.executor import Executor
 from bsam.optim import together
 from tests.networks import assert_close, make_batch, make_network, mean_loss
 from tests.optim.test_contract import assert_same, snapshot
+from tests.optimizers import METHODS, make
 
-OPTIMIZERS = {
-    "BSAM": lambda params, **options: bsam.BSAM(params, lr=0.1, num_data=100, **options),
-    "SAM-SGD": lambda params, **options: bsam.SAM(params, torch.optim.SGD, rho=0.1, lr=0.1, momentum=0.9, **options),
-    "SAM-Adam": lambda params, **options: bsam.SAM(params, torch.optim.Adam, rho=0.1, lr=0.01, **options),
-}
-every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+TOGETHER = [name for name, method in METHODS.items() if not method.per_example]  # the others have no splits to stack
+every_optimizer = pytest.mark.parametrize("name", TOGETHER)
 
 
 def pair(name, network, params=nn.Module.parameters, *, splits=4, **options):
@@ -28,9 +25,7 @@ def pair(name, network, params=nn.Module.parameters, *, splits=4, **options):
     made = []
     for vectorise in (True, False):
         model = make_network(network) if isinstance(network, str) else network()
-        made.append(
-            (model, OPTIMIZERS[name](params(model), vectorise=vectorise, module=model, splits=splits, **options))
-        )
+        made.append((model, make(name, params(model), vectorise=vectorise, module=model, splits=splits, **options)))
     return made
 
 
@@ -99,7 +94,7 @@ def test_batch_norm_does_not_move_where_it_must_not(name):
 def test_policies_that_go_from_split_to_split_need_the_loop(name, policy):
     model = make_network("normalised")
     options = {"module": model, "splits": 4, "batch_norm": policy}
-    asked = OPTIMIZERS[name](model.parameters(), vectorise=True, **options)
+    asked = make(name, model.parameters(), vectorise=True, **options)
     before = snapshot(model, asked)
     with pytest.raises(
         ValueError, match=rf"vectorise=True is not possible here: batch_norm='{policy}' moves running stat"
@@ -108,8 +103,8 @@ def test_policies_that_go_from_split_to_split_need_the_loop(name, policy):
     assert_same(snapshot(model, asked), before)
 
     other = make_network("normalised")
-    free = OPTIMIZERS[name](other.parameters(), **{**options, "module": other})
-    loop = OPTIMIZERS[name](model.parameters(), vectorise=False, **options)
+    free = make(name, other.parameters(), **{**options, "module": other})
+    loop = make(name, model.parameters(), vectorise=False, **options)
     first, second = batches_of("normalised", count=2)
     with pytest.warns(UserWarning, match=f"computed in a loop, because batch_norm='{policy}' moves") as warned:
         free.step(mean_loss(other), *first)
@@ -130,14 +125,17 @@ def test_a_policy_does_not_matter_in_evaluation_mode():
 @pytest.mark.parametrize("option", ["perturb", "sample"])
 @pytest.mark.usefixtures("_no_loop")
 def test_groups_have_their_own_options(option):
-    def groups(model):
+    def groups(model, known):
+        rho = [{"rho": value} if "rho" in known else {} for value in (0.3, 0.2)]
         return [
-            {"params": model[0].parameters(), option: False, "rho": 0.3},
-            {"params": model[2].parameters(), "lr": 0.02, "rho": 0.2},
+            {"params": model[0].parameters(), option: False, **rho[0]},
+            {"params": model[2].parameters(), "lr": 0.02, **rho[1]},
         ]
 
-    for name in OPTIMIZERS if option == "perturb" else ["BSAM"]:
-        train(pair(name, "mlp", groups), batches_of("mlp"))
+    for name in TOGETHER:
+        known = make(name, make_network("mlp").parameters()).defaults
+        if option in known:
+            train(pair(name, "mlp", lambda model, known=known: groups(model, known)), batches_of("mlp"))
 
 
 @every_optimizer
@@ -231,7 +229,7 @@ def test_a_buffer_that_is_replaced_is_kept_too():
 def test_dropout_differs_from_split_to_split(name):
     layer = nn.Linear(64, 1, bias=False)
     model = nn.Sequential(nn.Dropout(0.5), layer)
-    optimizer = OPTIMIZERS[name](model.parameters(), splits=2, module=model, vectorise=True)
+    optimizer = make(name, model.parameters(), splits=2, module=model, vectorise=True)
     optimizer.step(lambda x: model(x).mean(), torch.ones(2, 64))
     # The gradient of a split is its mask: 0 or 2 in each place, and 1 on average where the masks differ.
     assert set(layer.weight.grad.unique().tolist()) == {0.0, 1.0, 2.0}
@@ -391,7 +389,7 @@ def test_none_is_the_loop_on_the_cpu(monkeypatch):
 def test_copies_keep_the_choice(name):
     for vectorise in (True, False, None):
         model = make_network("mlp")
-        optimizer = OPTIMIZERS[name](model.parameters(), splits=2, module=model, vectorise=vectorise)
+        optimizer = make(name, model.parameters(), splits=2, module=model, vectorise=vectorise)
         for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
             assert copied.vectorise is vectorise
             copied.step(mean_loss(copied.module), *make_batch("mlp", 8))
@@ -410,7 +408,7 @@ def test_there_is_no_fourth_choice():
 def test_splits_together_give_the_numbers_of_the_loop_on_cuda(name, network):
     made = [(model.cuda(), None) for model in (make_network(network), make_network(network))]
     made = [
-        (model, OPTIMIZERS[name](model.parameters(), splits=4, module=model, vectorise=vectorise))
+        (model, make(name, model.parameters(), splits=4, module=model, vectorise=vectorise))
         for (model, _), vectorise in zip(made, (None, False), strict=True)
     ]
     train(made, [(x.cuda(), y.cuda()) for x, y in batches_of(network)])
