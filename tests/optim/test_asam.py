@@ -88,18 +88,6 @@ def test_the_perturbation_has_length_rho_in_units_of_the_axes():
     torch.testing.assert_close(((seen[1] - seen[0]) / T).norm(), torch.tensor(0.7))
 
 
-def paths(first, second, steps=20):
-    """The weights after some steps of two optimizers, each made of a problem of its own."""
-    found = []
-    for make in (first, second):
-        problem = logistic()
-        optimizer = make(problem)
-        for _ in range(steps):
-            optimizer.step(problem.loss_fn, problem.x, problem.y)
-        found.append(problem.weights())
-    return found
-
-
 def test_with_axes_of_one_it_is_sam():
     """|omega| = 1 and eta = 0; a learning rate of 0 keeps omega there."""
     applied = []
@@ -115,12 +103,14 @@ def test_with_axes_of_one_it_is_sam():
 
 
 def test_with_a_large_eta_it_is_sam_with_rho_times_eta():
-    eta = 1e9
-    ours, sam = paths(
-        lambda problem: bsam.ASAM(problem.model.parameters(), torch.optim.SGD, rho=0.5 / eta, eta=eta, lr=0.3),
-        lambda problem: bsam.SAM(problem.model.parameters(), torch.optim.SGD, rho=0.5, lr=0.3),
-    )
-    np.testing.assert_allclose(ours, sam, rtol=1e-7)
+    eta, found = 1e9, []
+    for make, options in ((bsam.ASAM, {"rho": 0.5 / eta, "eta": eta}), (bsam.SAM, {"rho": 0.5})):
+        problem = logistic()
+        optimizer = make(problem.model.parameters(), torch.optim.SGD, lr=0.3, **options)
+        for _ in range(20):
+            optimizer.step(problem.loss_fn, problem.x, problem.y)
+        found.append(problem.weights())
+    np.testing.assert_allclose(*found, rtol=1e-7)
 
 
 def test_rho_zero_is_the_base_optimizer_bit_for_bit():
