@@ -406,7 +406,7 @@ def test_weights_and_buffers_that_were_replaced_are_taken_over():
     assert_close(run.state(), plain.state())
 
 
-@pytest.mark.parametrize("name", ["BSAM", "VOGN"])
+@pytest.mark.parametrize("name", GAUSSIAN)
 def test_the_posterior_is_that_of_the_loop(name):
     ours, plain = (Run(name, "mlp", betas=(0.9, 0.5)) for _ in range(2))
     batches = batches_of("mlp", 6)
@@ -450,7 +450,7 @@ def test_runs_together_are_each_alone(name):
     assert not torch.equal(weights[0], weights[1])
 
 
-@pytest.mark.parametrize("name", ["BSAM", "VOGN"])
+@pytest.mark.parametrize("name", GAUSSIAN)
 def test_seeds_have_noise_of_their_own(name):
     runs = [Run(name) for _ in range(3)]
     for seed, run in zip((0, 1, 0), runs, strict=True):
@@ -901,7 +901,7 @@ def test_every_replay_has_fresh_noise():
 
 @pytest.mark.gpu
 @on_cuda
-@pytest.mark.parametrize("name", ["BSAM", "VOGN"])
+@pytest.mark.parametrize("name", GAUSSIAN)
 def test_the_sampling_kernel_draws_what_the_optimizer_draws(name):
     runs = [on_gpu(name, seed=seed) for seed in (0, 7)]
     step = stacked(runs, [gpu_batch()] * 2, compile=False)

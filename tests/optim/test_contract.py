@@ -30,7 +30,7 @@ pytestmark = pytest.mark.parametrize("name", METHODS)
 
 def take_step(optimizer, closure):
     """A step without a batch. VOGN needs examples: it gets one that the closure does not look at."""
-    if isinstance(optimizer, bsam.VOGN) and closure is not None:
+    if optimizer.per_example and closure is not None:
         return optimizer.step(lambda _: closure(), torch.zeros(1))
     return optimizer.step(closure)
 
