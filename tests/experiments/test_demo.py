@@ -77,7 +77,7 @@ def test_a_run_learns_and_records_what_it_did(small):
     assert predictions["bsam"].computed_by == "loop"
     assert predictions["sgd"].computed_by == "mean"
     rows = demo.cells(record)
-    assert [name for name, _ in rows] == [METHODS[method] for method in PAPER_METHODS]
+    assert [name for name, _ in rows] == [METHODS[method].title for method in PAPER_METHODS]
     first = [100 * run["accuracy"] for run in record["methods"]["sgd"]["runs"]]
     assert rows[0][1][0].startswith(f"{sum(first) / 2:.2f} (")
     assert demo.markdown(record).count("\n") == 1 + len(PAPER_METHODS)

@@ -43,7 +43,7 @@ def test_everything_is_there(page):
     for figure in figures:
         assert "<figcaption>" in figure
         assert 'role="img" aria-label="' in figure
-    for name in METHODS.values():
+    for name in (method.title for method in METHODS.values()):
         assert f"<td>{name}</td>" in page
     for axis in ("confidence", "accuracy", "first feature", "second feature", "probability of class 1"):
         assert f">{axis}</text>" in page

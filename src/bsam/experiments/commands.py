@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_origin
 
 import torch
 import typer
@@ -20,9 +20,9 @@ from rich.table import Table
 from bsam.experiments import demo as experiment
 from bsam.experiments.config import (
     FIELDS,
-    Config,
     explanations,
     from_file,
+    hints,
     override,
     to_toml,
     toml_value,
@@ -90,11 +90,10 @@ def configs(
 
 
 def _list_settings() -> None:
-    hints = get_type_hints(Config)
     table = Table("setting", "default", "what it is", box=box.SIMPLE)
     for setting, field in FIELDS.items():
         default = "" if field.default is MISSING else toml_value(field.default)
-        choices = f" ({what_fits(hints[setting])})" if get_origin(hints[setting]) is Literal else ""
+        choices = f" ({what_fits(hints()[setting])})" if get_origin(hints()[setting]) is Literal else ""
         table.add_row(setting, escape(default), escape(explanations()[setting] + choices))
     Console().print(table)
     typer.echo("Change one with: bsam train PRESET --set KEY=VALUE")
@@ -205,7 +204,7 @@ def _train(run: Run | Stack, save_minutes: float, save_epochs: int | None) -> No
     trainer, config = runs[0].trainer, runs[0].config
     which = f"{len(runs)} seeds" if len(runs) > 1 else f"seed {runs[0].seed}"
     columns = (
-        TextColumn(f"{METHODS[config.method]} on {config.dataset}, {which}"),
+        TextColumn(f"{METHODS[config.method].title} on {config.dataset}, {which}"),
         BarColumn(),
         TextColumn("epoch {task.completed:.1f}/{task.total} {task.fields[loss]}"),
         TimeElapsedColumn(),
@@ -377,7 +376,7 @@ def _progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
         task = bar.add_task(what, total=total)
 
         def advance(method: str) -> None:
-            bar.update(task, advance=1, description=f"{what} {METHODS[method]:13}")
+            bar.update(task, advance=1, description=f"{what} {METHODS[method].title:13}")
 
         yield advance
 

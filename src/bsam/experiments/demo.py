@@ -103,7 +103,7 @@ def cells(record: dict[str, Any]) -> list[tuple[str, list[str]]]:
             values = [scale * run[metric] for run in result["runs"]]
             sd = f"{statistics.stdev(values):.{digits}f}" if len(values) > 1 else "-"
             row.append(f"{statistics.fmean(values):.{digits}f} ({sd})")
-        rows.append((METHODS[method], row))
+        rows.append((METHODS[method].title, row))
     return rows
 
 

@@ -62,7 +62,9 @@ def _paper() -> dict[str, tuple[str, Values]]:
             if method == "bsam":
                 values["perturb_from"] = "sample"
                 values |= {"augmentation_factor": 4.0} if content.get("augment") else {}
-            title = f"The paper's table {table}, {data}, row {METHODS[method]}; settings: table {printed}, same row."
+            title = (
+                f"The paper's table {table}, {data}, row {METHODS[method].title}; settings: table {printed}, same row."
+            )
             presets[f"{block}/{method}"] = title, values
         if swag is not None:
             title = f"The paper's table {table}, {data}, row SWAG; settings: table {printed}, row SGD, and appendix G."
@@ -77,7 +79,8 @@ def _paper() -> dict[str, tuple[str, Values]]:
     for splits in (1, 2, 4, 8, 16):
         for method in ("bsam", "sam-sgd"):
             values = {**presets[f"table1/cifar100/{method}"][1], "splits": splits}
-            title = f"The paper's table 5 (m-sharpness), {METHODS[method]}, m = {splits}; settings: table 7, CIFAR-100."
+            row = f"{METHODS[method].title}, m = {splits}"
+            title = f"The paper's table 5 (m-sharpness), {row}; settings: table 7, CIFAR-100."
             presets[f"table5/cifar100/{method}-{splits}"] = title, values
     # The paper prints N delta = 10 and 2 for the augmented runs, the authors' later code has four times as much.
     for name in ("cifar10", "cifar100", "cifar10-resnet18", "cifar100-resnet18"):
@@ -93,7 +96,7 @@ def _digits() -> dict[str, tuple[str, Values]]:
     shared, rows = _demo()
     return {
         f"digits/{method}": (
-            f"Not in the paper: {METHODS[method]} of `bsam demo`.",
+            f"Not in the paper: {METHODS[method].title} of `bsam demo`.",
             {**shared, "method": method, **row},
         )
         for method, row in rows.items()
@@ -117,7 +120,7 @@ def _beyond() -> dict[str, tuple[str, Values]]:
         changes = row["settings"]
         method = changes.get("method", "bsam")
         if "table" not in row:
-            presets[name] = f"Not in the paper: {METHODS[method]} on digits.", {**_demo()[0], **changes}
+            presets[name] = f"Not in the paper: {METHODS[method].title} on digits.", {**_demo()[0], **changes}
             continue
         block = f"{row['table']}/{row['block']}"
         base = paper[f"{block}/{method}"][1] if f"{block}/{method}" in paper else _shared(block)

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bsam.experiments.methods import check_installed
+from bsam.experiments.methods import METHODS
 from bsam.experiments.recorded import Scale
 from bsam.experiments.reproduce.execute import execute_together
 from bsam.experiments.reproduce.plan import Plan, Task
@@ -57,7 +57,7 @@ def carry_out(
         work: Brings tasks to their end that differ in their seeds only.
     """
     for task in plan.tasks:
-        check_installed(task.config)
+        METHODS[task.config.method].check_installed()
     console = Console(stderr=True)
     jobs, threads = share_cores(jobs, small=scale == "tiny")
     torch.set_num_threads(threads)
