@@ -103,6 +103,11 @@ class Trainer:
         batches = self.dataset.num_train / self.config.batch_size
         return self.epoch + min(1.0, self.batch / batches)
 
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss of the present epoch is not finite."""
+        return not bool(self._loss_sum.isfinite())
+
     def _reset_sums(self) -> None:
         self._loss_sum = torch.zeros((), device=self.dataset.device)
         self._examples = 0
@@ -144,10 +149,10 @@ class Trainer:
 
 
 def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> Iterator[None]:
-    """Train runs that differ in their seeds only, step by step; yields after each, when they may be saved or left.
+    """Train runs that differ in seeds and rates only, step by step; yields after each, when they may be saved or left.
 
     Args:
-        trainers: All at the same place of the same settings.
+        trainers: All at the same place.
         compiled: Take the steps of all of them as one, by `bsam.TrainStep`; otherwise one after the other.
     """
     first = trainers[0]

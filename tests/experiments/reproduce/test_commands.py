@@ -12,6 +12,7 @@ from bsam.experiments.comparison import compare
 from bsam.experiments.reproduce import scales, studies
 from bsam.experiments.reproduce.scales import scaled
 from bsam.experiments.runs import Run
+from bsam.experiments.stacks import Stack
 from bsam.files import locked
 
 
@@ -82,7 +83,8 @@ def test_an_ablation_leaves_numbers_a_figure_and_a_table(places, tmp_path, monke
 
 def test_a_failure_is_shown_and_is_the_exit_status(places, tmp_path):
     config = dataclasses.replace(scaled("table6/mnist/sgd", "tiny"), lr=0.5)
-    Run.start(tmp_path / "runs/tiny/table6/mnist/sgd/seed0", config, 0, preset="table6/mnist/sgd", device="cpu")
+    run = Run(tmp_path / "runs/tiny/table6/mnist/sgd/seed0", config, 0, "table6/mnist/sgd")
+    Stack.start([run], device="cpu")
     done = invoke("reproduce", "table6", "--block", "mnist", "--methods", "sgd", *places)
     assert done.exit_code == 1
     shown = re.sub(r"\s+", " ", done.output)

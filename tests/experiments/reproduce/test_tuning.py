@@ -117,7 +117,7 @@ def test_the_test_part_is_never_looked_at(tmp_path, monkeypatch):
 def test_what_is_left_goes_on(tmp_path):
     tuning = read_tuning(str(write_grid(tmp_path)))
     first, *_ = plan_tries(tuning, tmp_path).tasks
-    execute(first, lambda share: None, device="cpu")
+    execute([first], lambda share: None, device="cpu")
     plan = plan_tries(tuning, tmp_path)
     assert (len(plan.tasks), plan.recorded) == (5, (first,))
     with pytest.raises(ValueError, match="5 tries are not done: go on with `bsam tune"):
