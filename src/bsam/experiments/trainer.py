@@ -90,12 +90,16 @@ class Trainer:
         self.epoch, self.batch = self.epoch + 1, 0
         self._reset_sums()
 
-    @torch.no_grad()
     def _accuracy(self) -> float:
         """Of the present weights, on the first thousand training examples or so."""
+        logits, labels = self._first_logits()
+        return float((logits.argmax(1) == labels).float().mean())
+
+    @torch.no_grad()
+    def _first_logits(self) -> tuple[Tensor, Tensor]:
         self.model.eval()
         images, labels = (part[:1024] for part in self.dataset.train)
-        return float((self.model(self.dataset.normalise(images)).argmax(1) == labels).float().mean())
+        return self.model(self.dataset.normalise(images)), labels
 
     @property
     def progress(self) -> float:
@@ -105,8 +109,8 @@ class Trainer:
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss of the present epoch is not finite."""
-        return not bool(self._loss_sum.isfinite())
+        """Whether a step was left out, or the network's output is not finite at the present weights."""
+        return getattr(self.optimizer, "skipped_steps", 0) > 0 or not bool(self._first_logits()[0].isfinite().all())
 
     def _reset_sums(self) -> None:
         self._loss_sum = torch.zeros((), device=self.dataset.device)
