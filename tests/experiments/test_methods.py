@@ -17,7 +17,7 @@ from bsam.experiments.record import read_json
 from tests.networks import mlp
 
 EXPERIMENTS = Path(methods.__file__).parent
-OF_THE_PAPER = {"paper/generate.py", "reproduce/studies.py"}
+OF_THE_PAPER = {"reproduce/studies.py"}
 """Files that are about some of the paper's rows."""
 
 

@@ -1,4 +1,4 @@
-"""The commands: a tiny block from plan to table, twice; what they refuse; tables in pages."""
+"""The commands: a tiny block from plan to table, twice; what they refuse."""
 
 import dataclasses
 import json
@@ -140,21 +140,3 @@ def test_help_teaches():
     assert "bsam sweep rho --scale tiny" in invoke("sweep", "--help").output
     assert "bsam ablate splits --scale tiny" in invoke("ablate", "--help").output
     assert invoke("reproduce", "table1", "--scale", "small").exit_code == 2
-
-
-def test_tables_are_checked_and_written(tmp_path):
-    (tmp_path / "docs").mkdir()
-    page = tmp_path / "docs" / "page.md"
-    (tmp_path / "README.md").write_text("nothing to fill in\n")
-    page.write_text("before\n<!-- table: table4 -->\nold\n<!-- end -->\nafter\n")
-    checked = invoke("tables", "--check", "--root", tmp_path)
-    assert (checked.exit_code, checked.output) == (1, f"stale: {page}\n")
-    assert "old" in page.read_text()
-    assert invoke("tables", "--root", tmp_path).output == f"written: {page}\n"
-    assert "old" not in page.read_text()
-    counts = "Of 20 printed numbers: 0 equal, 0 better, 0 worse, 0 open, 20 not run."
-    assert page.read_text().startswith(
-        f"before\n<!-- table: table4 -->\n{counts}\n\n**bSAM, ResNet-20-FRN on CIFAR-10**\n"
-    )
-    assert page.read_text().endswith("\n<!-- end -->\nafter\n")
-    assert invoke("tables", "--check", "--root", tmp_path).exit_code == 0

@@ -1,4 +1,4 @@
-"""The commands that reproduce the paper: `bsam reproduce`, `sweep`, `ablate`, `tune` and `tables`."""
+"""The commands that reproduce the paper: `bsam reproduce`, `sweep`, `ablate` and `tune`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from bsam.experiments.reproduce.show import BEST_NOTE, block_table, counts_sente
 from bsam.experiments.reproduce.studies import ABLATIONS, Study, collect, refuse_to_replace, sweep_rho
 from bsam.experiments.reproduce.study_figure import draw_study
 from bsam.experiments.reproduce.tuning import TUNINGS, collect_tries, execute_tries, plan_tries, read_tuning
-from bsam.experiments.tables import pages, rewrite
-from bsam.files import write_text
 
-__all__ = ["ablate", "reproduce", "sweep", "tables", "tune"]
+__all__ = ["ablate", "reproduce", "sweep", "tune"]
 
 
 @app.command()
@@ -137,33 +135,6 @@ def tune(
         raise FloatingPointError(f"all tries diverged, and nothing could be chosen: {path} has their errors.")
     settings = ", ".join(f"{name} = {toml_value(value)}" for name, value in chosen["settings"].items())
     console.print(f"Chosen: settings = {{ {settings} }}\nAll tries: {path}", highlight=False, markup=False)
-
-
-@app.command()
-def tables(
-    root: Annotated[Path, typer.Option(help="The checkout with README.md, docs and results.")] = Path(),
-    check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if a table is stale.")] = False,
-) -> None:
-    """Write the tables in README and docs anew from results/.
-
-    What stands between <!-- table: NAME --> and <!-- end --> is replaced. Example:
-
-    [bold]bsam tables --check[/bold]
-    """
-    stale = []
-    for page in pages(root):
-        text = page.read_text()
-        new = rewrite(text, root / "results")
-        if new != text:
-            stale.append(page)
-            if not check:
-                write_text(page, new)
-    for page in stale:
-        print(f"{'stale' if check else 'written'}: {page}")
-    if not stale:
-        print("All tables are as recorded.")
-    elif check:
-        raise typer.Exit(1)
 
 
 def _carry_out(wanted: list[Wanted], options: Extent) -> tuple[Places, bool]:

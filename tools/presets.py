@@ -1,4 +1,4 @@
-"""Makes the presets of the paper's settings: `python -m bsam.experiments.paper.generate` writes `presets/` anew.
+"""Makes the presets of the paper's settings: `python -m tools.presets` writes their files anew.
 
 settings.toml has what the paper prints, row by row; this file adds what it says once for all rows. beyond.toml has rows
 of ours.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import tomllib
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from bsam.experiments.config import from_mapping, to_toml
@@ -34,7 +35,7 @@ _NAMES = {
 
 def settings() -> dict[str, Any]:
     """The paper's settings as printed, by block."""
-    return tomllib.loads((files("bsam.experiments.paper") / "settings.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((Path(__file__).parent / "settings.toml").read_text(encoding="utf-8"))
 
 
 def generate() -> dict[str, str]:
@@ -42,7 +43,7 @@ def generate() -> dict[str, str]:
     texts = {}
     for source, presets in {"settings.toml": _paper(), "demo.toml": _digits(), "beyond.toml": _beyond()}.items():
         for name, (title, values) in presets.items():
-            origin = f"Generated from {source} by python -m bsam.experiments.paper.generate"
+            origin = f"Generated from {source} by python -m tools.presets"
             texts[name] = f"# {title}\n# {origin}.\n{to_toml(from_mapping(values))}"
     return texts
 
