@@ -249,6 +249,10 @@ def test_tasks_are_put_together_by_what_may_differ(tmp_path):
     assert [len(group) for group in stack_tasks(uneven, 100)] == [1, 1, 1]
     start(tmp_path / "a")
     assert names(stack_tasks(tasks, 1)) == [one + two]  # begun together
+    extra = dataclasses.replace(tasks[0], seed=7, folder=tasks[0].folder.with_name("seed7"))
+    assert names(stack_tasks([*tasks, extra], 1)) == [
+        one + two + ["a/first/seed7"]
+    ]  # whose stack is in the same folder
 
 
 def test_rates_are_what_a_step_takes_as_different():

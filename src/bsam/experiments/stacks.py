@@ -27,6 +27,7 @@ from bsam.experiments.runs import (
     choose_device,
     holds_run,
     read_origin,
+    remembered_data,
     resume_command,
     signals_kept,
 )
@@ -55,12 +56,6 @@ class Stack:
         self.folder, self.runs, self.data = folder, list(runs), data
         self.device = choose_device(device)
         config = self.runs[0].config
-        for run in self.runs:
-            if run.config.without_rates() != config.without_rates():
-                raise ValueError(
-                    f"the runs in {run.folder} and {self.runs[0].folder} differ in more than their seeds and rates "
-                    f"({', '.join(RATES)}): train them one after the other."
-                )
         even = config.batch_size % config.splits == 0
         if compiled and not even:
             raise ValueError(
@@ -70,8 +65,8 @@ class Stack:
         self.compiled = self.device.type == "cuda" and even if compiled is None else compiled
         dataset = load(config.dataset, data, device=self.device, validation=config.validation)
         self.trainers = [Trainer(run.config, dataset, seed=run.seed) for run in self.runs]
-        alone = folder == self.runs[0].folder
-        self.checkpoints = self.runs[0].checkpoints if alone else Checkpoints(folder / "stack.safetensors")
+        self.alone = folder == self.runs[0].folder
+        self.checkpoints = self.runs[0].checkpoints if self.alone else Checkpoints(folder / "stack.safetensors")
 
     @classmethod
     def start(
@@ -85,6 +80,11 @@ class Stack:
         path = folder / "stack.toml"
         for run in runs:
             run.refuse_to_replace()
+            if run.config.without_rates() != runs[0].config.without_rates():
+                raise ValueError(
+                    f"the runs in {run.folder} and {runs[0].folder} differ in more than their seeds and rates "
+                    f"({', '.join(RATES)}): train them one after the other."
+                )
         if several and path.exists() and not all((f / "record.json").exists() for f in _read(path)):
             raise FileExistsError(
                 f"{folder} holds runs that are not finished: {resume_command(folder)}, or choose another --out."
@@ -115,9 +115,8 @@ class Stack:
                     f"another seed than {path} says: one of them was changed."
                 )
         origin = read_origin(runs[0].folder)
-        remembered = Path(origin["data"]) if "data" in origin else None
-        device = device or origin.get("device")
-        stack = cls(folder, runs, device=device, data=data or remembered, compiled=origin.get("compiled"))
+        device, data = device or origin.get("device"), data or remembered_data(runs[0].folder)
+        stack = cls(folder, runs, device=device, data=data, compiled=origin.get("compiled"))
         stack._load()
         return stack
 
@@ -133,7 +132,7 @@ class Stack:
 
     def _states(self, state: dict[str, Any], source: Path) -> Sequence[tuple[dict[str, Any], Path] | None]:
         """The state of each run in a checkpoint. One of a stack may have more: those that have left it."""
-        if "runs" not in state and self.folder == self.runs[0].folder:
+        if self.alone:
             return [(state, source)]
         seeds, states, names = state.get("seeds"), state.get("runs"), [_name(run, self.folder) for run in self.runs]
         if isinstance(seeds, list) and isinstance(states, list) and len(seeds) == len(states):
@@ -156,11 +155,8 @@ class Stack:
     def save(self) -> None:
         """Write one checkpoint of all runs: they stay together whenever the process is killed."""
         states = [trainer.state() for trainer in self.trainers]
-        if self.folder == self.runs[0].folder:
-            self.checkpoints.save(states[0])
-            return
-        folders = [_name(run, self.folder) for run in self.runs]
-        self.checkpoints.save({"seeds": [run.seed for run in self.runs], "folders": folders, "runs": states})
+        seeds, folders = [run.seed for run in self.runs], [_name(run, self.folder) for run in self.runs]
+        self.checkpoints.save(states[0] if self.alone else {"seeds": seeds, "folders": folders, "runs": states})
 
     def train(
         self,
@@ -231,7 +227,7 @@ class Stack:
 
     def _leave(self, leaving: Sequence[int]) -> None:
         """Write the checkpoints of some runs into their own folders, and forget them here."""
-        if self.folder == self.runs[0].folder:
+        if self.alone:
             return
         for i in leaving:
             self.runs[i].checkpoints.save(self.trainers[i].state())

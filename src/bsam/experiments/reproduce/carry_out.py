@@ -117,10 +117,10 @@ def stack_tasks(tasks: Iterable[Task], size: int) -> list[list[Task]]:
     Seeds of one run stay together, however many they are, and so do runs that were begun together. Others are added
     until there are `size`. Batches that are not cut evenly cannot be compiled, and are trained one by one.
     """
-    by_run: dict[object, list[Task]] = {}
+    by_run: dict[Path, list[Task]] = {}
     for task in tasks:
         stack, uneven = find_stack(task.folder), task.config.batch_size % task.config.splits
-        key = stack if stack != task.folder or uneven else task.name
+        key = stack if stack != task.folder or uneven else task.folder.parent
         by_run.setdefault(key, []).append(task)
     groups: list[list[Task]] = []
     latest: dict[Config, list[Task]] = {}
