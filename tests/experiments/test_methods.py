@@ -12,8 +12,8 @@ from bsam.experiments import methods
 from bsam.experiments.commands import app
 from bsam.experiments.config import FIELDS, override
 from bsam.experiments.methods import METHODS, make_optimizer
-from bsam.experiments.paper.presets import preset
 from bsam.experiments.record import read_json
+from tests.experiments.test_runs import on_digits
 from tests.networks import mlp
 
 EXPERIMENTS = Path(methods.__file__).parent
@@ -62,7 +62,7 @@ def test_the_options_of_an_entry_reach_its_optimizer(method):
     if method == "ivon":
         pytest.importorskip("ivon")
     changes = {"rho": 0.123, "damping": 0.321, "prior_precision": 2.5, "splits": 3, "max_grad_norm": 0.7}
-    config = override(preset(f"digits/{method}"), [f"{name}={value}" for name, value in changes.items()])
+    config = override(on_digits(method), [f"{name}={value}" for name, value in changes.items()])
     optimizer = make_optimizer(config, mlp(), 50, seed=0)
     (group,) = optimizer.param_groups
     for name in set(entry.options) & set(changes) & set(group):

@@ -23,7 +23,7 @@ from bsam.experiments.config import override
 from bsam.experiments.data import load
 from bsam.experiments.evaluate import evaluate
 from bsam.experiments.methods import METHODS, make_optimizer, predict
-from bsam.experiments.paper.presets import preset
+from bsam.experiments.paper.presets import preset, preset_names
 from bsam.experiments.record import read_json
 from bsam.experiments.runs import Run, RunBusyError, RunInterruptedError, choose_device
 from bsam.experiments.stacks import Stack
@@ -38,10 +38,16 @@ SHORT["ivon"] = ["epochs=3", "batch_size=200", "validation=0"]  # it diverges wi
 SHORT["swag"] = ["epochs=2", "swag_epochs=2", "swag_interval=2", "batch_size=200", "validation=0"]
 
 
+def on_digits(method):
+    """Settings of a method on digits: its preset, or bSAM's settings for a method that has none."""
+    name = f"digits/{method}"
+    return preset(name) if name in preset_names() else override(preset("digits/bsam"), [f"method={method}"])
+
+
 def short(method, *changes):
     if method == "ivon":
         pytest.importorskip("ivon")
-    return override(preset(f"digits/{method}"), [*SHORT[method], *changes])
+    return override(on_digits(method), [*SHORT[method], *changes])
 
 
 @pytest.fixture(scope="module")

@@ -33,63 +33,52 @@ _MANY_STEPS = 1e6
 # ------------------------------------------------------------------ how an optimizer is made
 
 
-def _weight_decay(config: Config, num_data: int) -> float:
-    """What stands for the prior where a method has none."""
-    return config.prior_precision / num_data
+def _plain(base: type[Optimizer]) -> Callable[..., Optimizer]:
+    """Makes one of torch's optimizers."""
+
+    def make(config: Config, model: nn.Module, num_data: int, seed: int) -> Optimizer:
+        return _started(base(model.parameters(), **_base_options(base, config, num_data)), base, config)
+
+    return make
 
 
-def _sgd_options(config: Config, num_data: int) -> dict[str, Any]:
-    return {"lr": config.lr, "momentum": config.beta1, "weight_decay": _weight_decay(config, num_data)}
+def _sharpness_aware(kind: Callable[..., Optimizer], base: type[Optimizer]) -> Callable[..., Optimizer]:
+    """Makes one of ours that hands its gradient to one of torch's."""
 
+    def make(config: Config, model: nn.Module, num_data: int, seed: int, **options: Any) -> Optimizer:
+        options |= _base_options(base, config, num_data)
+        return _started(kind(model.parameters(), base, module=model, **options), base, config)
 
-def _adam_options(config: Config, num_data: int) -> dict[str, Any]:
-    return {
-        "lr": config.lr,
-        "betas": (config.beta1, config.beta2),
-        "weight_decay": _weight_decay(config, num_data),
-    }
-
-
-def _make_sgd(config: Config, model: nn.Module, num_data: int, seed: int) -> Optimizer:
-    return SGD(model.parameters(), **_sgd_options(config, num_data))
-
-
-def _make_adam(config: Config, model: nn.Module, num_data: int, seed: int) -> Optimizer:
-    return _started(Adam(model.parameters(), **_adam_options(config, num_data)), config)
-
-
-def _make_sam_sgd(config: Config, model: nn.Module, num_data: int, seed: int, **options: Any) -> Optimizer:
-    return bsam.SAM(model.parameters(), SGD, module=model, **options, **_sgd_options(config, num_data))
-
-
-def _make_sam_adam(config: Config, model: nn.Module, num_data: int, seed: int, **options: Any) -> Optimizer:
-    sam = bsam.SAM(model.parameters(), Adam, module=model, **options, **_adam_options(config, num_data))
-    return _started(sam, config)
+    return make
 
 
 def _gaussian(kind: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
     """Makes one of ours that learns a Gaussian."""
 
     def make(config: Config, model: nn.Module, num_data: int, seed: int, **options: Any) -> Optimizer:
-        betas = config.beta1, config.beta2
-        return kind(
-            model.parameters(), lr=config.lr, num_data=num_data, betas=betas, seed=seed, module=model, **options
-        )
+        options |= {"lr": config.lr, "betas": (config.beta1, config.beta2), "num_data": num_data, "seed": seed}
+        return kind(model.parameters(), module=model, **options)
 
     return make
 
 
-def _started(adam: Optimizer, config: Config) -> Optimizer:
-    """Adam; without a bias correction, if the settings say so.
+def _base_options(base: type[Optimizer], config: Config, num_data: int) -> dict[str, Any]:
+    """What one of torch's optimizers takes; the weight decay stands for the prior."""
+    momentum = {"betas": (config.beta1, config.beta2)} if base is Adam else {"momentum": config.beta1}
+    return {"lr": config.lr, "weight_decay": config.prior_precision / num_data, **momentum}
+
+
+def _started(optimizer: Optimizer, base: type[Optimizer], config: Config) -> Optimizer:
+    """The optimizer; Adam without a bias correction, if the settings say so.
 
     torch divides the averages by 1 - beta^step. After so many steps that is 1, so counting from there leaves the
     correction out.
     """
-    if not config.bias_correction:
-        for parameter in (p for group in adam.param_groups for p in group["params"]):
+    if base is Adam and not config.bias_correction:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             averages = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            adam.state[parameter] = {"step": torch.tensor(_MANY_STEPS), **averages}
-    return adam
+            optimizer.state[parameter] = {"step": torch.tensor(_MANY_STEPS), **averages}
+    return optimizer
 
 
 # ------------------------------------------------------------------ how it takes a step
@@ -190,13 +179,15 @@ _SPLITS = ("splits", "max_grad_norm")
 _BAYES = (*_SPLITS, "prior_precision", "damping", "augmentation_factor")
 
 METHODS = {
-    "sgd": Method("SGD", _make_sgd, step=_backward_step),
-    "sam-sgd": Method("SAM-SGD", _make_sam_sgd, (*_SPLITS, "rho")),
-    "laplace": Method("SAM + Laplace", _make_sam_sgd, (*_SPLITS, "rho"), posterior=_laplace, predict=_linearised),
-    "swag": Method("SWAG", _make_sgd, step=_backward_step, posterior=_collected, collector=_make_swag),
+    "sgd": Method("SGD", _plain(SGD), step=_backward_step),
+    "sam-sgd": Method("SAM-SGD", _sharpness_aware(bsam.SAM, SGD), (*_SPLITS, "rho")),
+    "laplace": Method(
+        "SAM + Laplace", _sharpness_aware(bsam.SAM, SGD), (*_SPLITS, "rho"), posterior=_laplace, predict=_linearised
+    ),
+    "swag": Method("SWAG", _plain(SGD), step=_backward_step, posterior=_collected, collector=_make_swag),
     "vogn": Method("VOGN", _gaussian(bsam.VOGN), (*_BAYES, "statistics"), posterior=_learned),
-    "adam": Method("Adam", _make_adam, step=_backward_step),
-    "sam-adam": Method("SAM-Adam", _make_sam_adam, (*_SPLITS, "rho")),
+    "adam": Method("Adam", _plain(Adam), step=_backward_step),
+    "sam-adam": Method("SAM-Adam", _sharpness_aware(bsam.SAM, Adam), (*_SPLITS, "rho")),
     "bsam": Method(
         "bSAM",
         _gaussian(bsam.BSAM),
