@@ -37,7 +37,7 @@ docs: $(VENV)/.installed  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 tables: $(VENV)/.installed  ## write the tables of README and docs anew from results/
-	$(BIN)/bsam tables
+	$(BIN)/python -m tools.tables
 
 clean:
 	rm -rf $(VENV) site report .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,7 +11,7 @@ import pytest
 from bsam.experiments import demo
 from bsam.experiments.comparison import TABLES
 from bsam.experiments.config import from_mapping
-from bsam.experiments.tables import pages, rewrite
+from tools.tables import pages, rewrite
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -7,8 +7,7 @@ import tomllib
 import pytest
 
 from bsam.experiments.config import FIELDS, Config, explanations, from_file, from_mapping, override, to_toml
-from bsam.experiments.paper.generate import generate, settings
-from bsam.experiments.paper.presets import FOLDER, preset, preset_names, preset_title
+from bsam.experiments.paper.presets import preset, preset_names, preset_title
 
 SMALL = {
     "dataset": "digits",
@@ -20,14 +19,6 @@ SMALL = {
     "beta1": 0.9,
     "prior_precision": 1.0,
 }
-
-
-def test_the_paper_has_45_rows_of_settings():
-    blocks = settings()
-    assert sum(len(block["methods"]) for block in blocks.values()) == 45
-    without = [name for name, block in blocks.items() if not block.get("augment")]
-    assert sum(len(blocks[name]["methods"]) for name in without) == 24
-    assert sum(len(block["methods"]) for name, block in blocks.items() if "resnet18" in name) == 6
 
 
 @pytest.mark.parametrize(
@@ -60,12 +51,6 @@ def test_every_preset_is_valid_and_survives_toml():
         config = preset(name)
         assert from_mapping(tomllib.loads(to_toml(config))) == config
         assert override(config, []) == config
-
-
-def test_the_files_of_the_presets_are_those_that_the_settings_give():
-    """If not: python -m bsam.experiments.paper.generate."""
-    files = {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in FOLDER.rglob("*") if path.is_file()}
-    assert {name: path.read_text() for name, path in files.items()} == generate()
 
 
 def test_each_preset_says_which_row_it_is():

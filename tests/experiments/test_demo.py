@@ -19,6 +19,7 @@ from bsam.experiments.config import FIELDS, explanations, from_mapping
 from bsam.experiments.data import digits, load
 from bsam.experiments.methods import METHODS
 from bsam.experiments.paper.presets import preset
+from tools.markdown import demo_markdown
 
 PAPER_METHODS = [method for method in METHODS if method != "ivon"]  # needs a package that does not come with bsam
 ROOT = Path(__file__).parent.parent.parent
@@ -77,10 +78,10 @@ def test_a_run_learns_and_records_what_it_did(small):
     assert predictions["bsam"].computed_by == "loop"
     assert predictions["sgd"].computed_by == "mean"
     rows = demo.cells(record)
-    assert [name for name, _ in rows] == [METHODS[method] for method in PAPER_METHODS]
+    assert [name for name, _ in rows] == [METHODS[method].title for method in PAPER_METHODS]
     first = [100 * run["accuracy"] for run in record["methods"]["sgd"]["runs"]]
     assert rows[0][1][0].startswith(f"{sum(first) / 2:.2f} (")
-    assert demo.markdown(record).count("\n") == 1 + len(PAPER_METHODS)
+    assert demo_markdown(record).count("\n") == 1 + len(PAPER_METHODS)
 
 
 def test_runs_are_repeatable(small):

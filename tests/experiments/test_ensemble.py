@@ -12,10 +12,10 @@ from bsam.experiments.comparison import compare
 from bsam.experiments.ensemble import average
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.record import read_json
-from bsam.experiments.reproduce.execute import execute_together
+from bsam.experiments.reproduce.execute import execute
 from bsam.experiments.reproduce.plan import Task
-from bsam.experiments.reproduce.show import comparison_markdown
 from tests.experiments.reproduce.records import write_record
+from tools.markdown import comparison_markdown
 
 
 def predictions(probs, information=0.0, samples=4):
@@ -63,20 +63,20 @@ def tasks(folder, seeds):
 
 
 def test_runs_that_end_together_leave_the_record_of_their_ensemble(tmp_path):
-    execute_together(tasks(tmp_path, [0, 1]), lambda share: None, device="cpu")
+    execute(tasks(tmp_path, [0, 1]), lambda share: None, device="cpu")
     path = tmp_path / "records/table1/cifar10/sgd/ensemble.json"
     record = read_json(path)
     assert record["members"] == 2
     files = [tmp_path / f"runs/sgd/seed{seed}/predictions-test-32.safetensors" for seed in (0, 1)]
     expected = bsam.metrics.summary(average([bsam.Predictions.load(file) for file in files]))
     assert record["evaluations"]["test"]["32"]["nll"] == expected.nll
-    execute_together(tasks(tmp_path, [2]), lambda share: None, device="cpu")
+    execute(tasks(tmp_path, [2]), lambda share: None, device="cpu")
     assert read_json(path)["members"] == 2  # one run alone says nothing about the others
-    execute_together(tasks(tmp_path, [3, 4]), lambda share: None, device="cpu")
+    execute(tasks(tmp_path, [3, 4]), lambda share: None, device="cpu")
     assert read_json(path)["members"] == 5
     for seed in (0, 1, 2):
         (tmp_path / f"runs/sgd/seed{seed}/predictions-test-32.safetensors").unlink()
-    execute_together(tasks(tmp_path, [3, 4]), lambda share: None, device="cpu")
+    execute(tasks(tmp_path, [3, 4]), lambda share: None, device="cpu")
     assert read_json(path)["members"] == 5  # the larger one stays
 
 

@@ -17,6 +17,7 @@ from bsam.theory.fenchel import biconjugate, max_loss
 from bsam.theory.gaussian import Diagonal
 from bsam.theory.losses import logistic_regression, murphy_data, quadratic, three_minima
 from bsam.theory.objectives import elbo
+from tools.theory import theory_markdown
 
 ROOT = Path(__file__).parent.parent.parent
 RECORD = read_json(ROOT / "results" / "figures.json")
@@ -413,7 +414,7 @@ class TestRecord:
 
     def test_the_page_quotes_it(self):
         page = (ROOT / "docs" / "theory.md").read_text()
-        for part, table in numbers.markdown(RECORD).items():
+        for part, table in theory_markdown(RECORD).items():
             shown = re.search(rf"<!-- results/figures.json: {part} -->\n\n(.*?)\n\n<!-- end -->", page, re.DOTALL)
             assert shown is not None
             assert shown.group(1) == table

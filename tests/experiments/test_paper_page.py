@@ -30,6 +30,7 @@ from bsam.experiments.report import paper_page
 from bsam.experiments.report.paper_page import write_paper_page
 from bsam.experiments.reproduce.show import scale_note
 from bsam.experiments.runs import Run
+from bsam.experiments.stacks import Stack
 
 ROOT = Path(__file__).parents[2]
 HEADS = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "auroc": "AUROC ↑"}
@@ -52,8 +53,7 @@ METHODS = ("sgd", "sam-sgd", "adam", "bsam")
 def record_a_run(folder, name, seed):
     """Two epochs on digits, recorded as the tiny scale's run of another preset."""
     config = override(preset("digits/bsam"), ["epochs=2", "beta2=0.9"])
-    run = Run.start(folder / "run", config, seed, preset=name, device="cpu")
-    run.train()
+    Stack.start([Run(folder / "run", config, seed, name)], device="cpu").train()
     evaluate(folder / "run", samples=[32], device="cpu")
     return json.loads((folder / "run" / "record.json").read_text()) | {"scale": "tiny"}
 

@@ -9,8 +9,8 @@ import torch
 import bsam
 from bsam.experiments.demo import Map
 from bsam.experiments.methods import METHODS
-from bsam.experiments.paper.presets import preset
 from bsam.experiments.report.demo_page import write_demo_page
+from tests.experiments.test_runs import on_digits
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def page(tmp_path_factory):
     labels = torch.distributions.Categorical(logits=log_probs).sample()
     predictions = bsam.Predictions(log_probs, torch.zeros(200), labels, 4, 0, "loop")
     seeds = [{"accuracy": 0.9 + k / 100, "nll": 0.3, "ece": 0.02, "auroc": 0.9} for k in range(2)]
-    configs = {m: dataclasses.asdict(preset(f"digits/{m}")) for m in METHODS}
+    configs = {m: dataclasses.asdict(on_digits(m)) for m in METHODS}
     record = {
         "seeds": 2,
         "methods": {m: {"config": configs[m], "runs": seeds, "seconds": 1.5} for m in METHODS},
@@ -43,7 +43,7 @@ def test_everything_is_there(page):
     for figure in figures:
         assert "<figcaption>" in figure
         assert 'role="img" aria-label="' in figure
-    for name in METHODS.values():
+    for name in (method.title for method in METHODS.values()):
         assert f"<td>{name}</td>" in page
     for axis in ("confidence", "accuracy", "first feature", "second feature", "probability of class 1"):
         assert f">{axis}</text>" in page

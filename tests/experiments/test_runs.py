@@ -23,9 +23,10 @@ from bsam.experiments.config import override
 from bsam.experiments.data import load
 from bsam.experiments.evaluate import evaluate
 from bsam.experiments.methods import METHODS, make_optimizer, predict
-from bsam.experiments.paper.presets import preset
+from bsam.experiments.paper.presets import preset, preset_names
 from bsam.experiments.record import read_json
 from bsam.experiments.runs import Run, RunBusyError, RunInterruptedError, choose_device
+from bsam.experiments.stacks import Stack
 from bsam.experiments.trainer import Trainer
 from bsam.files import locked
 from tests import reference
@@ -37,10 +38,16 @@ SHORT["ivon"] = ["epochs=3", "batch_size=200", "validation=0"]  # it diverges wi
 SHORT["swag"] = ["epochs=2", "swag_epochs=2", "swag_interval=2", "batch_size=200", "validation=0"]
 
 
+def on_digits(method):
+    """Settings of a method on digits: its preset, or bSAM's settings for a method that has none."""
+    name = f"digits/{method}"
+    return preset(name) if name in preset_names() else override(preset("digits/bsam"), [f"method={method}"])
+
+
 def short(method, *changes):
     if method == "ivon":
         pytest.importorskip("ivon")
-    return override(preset(f"digits/{method}"), [*SHORT[method], *changes])
+    return override(on_digits(method), [*SHORT[method], *changes])
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +178,8 @@ def test_bfloat16_and_channels_last_train(digits):
 
 
 def start(folder, method="bsam", *changes, **options):
-    return Run.start(folder, short(method, *changes), 0, preset=f"digits/{method}", device="cpu", **options)
+    run = Run(folder, short(method, *changes), 0, f"digits/{method}")
+    return Stack.start([run], device="cpu", **options)
 
 
 def test_a_run_leaves_everything_that_is_needed(tmp_path):
@@ -187,11 +195,11 @@ def test_a_run_leaves_everything_that_is_needed(tmp_path):
     ]
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert record["preset"] == "digits/bsam"
-    assert record["config"]["lr"] == run.config.lr
+    assert record["config"]["lr"] == run.runs[0].config.lr
     assert record["seconds"] > 0
     assert record["environment"]["packages"]["torch"] == torch.__version__
     assert record["engine"] == {"compiled": False, "seeds_together": 1, "processes_on_device": 1}
-    assert record["data_sha256"] == load("digits", validation=run.config.validation).sha256
+    assert record["data_sha256"] == load("digits", validation=run.runs[0].config.validation).sha256
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [entry["epoch"] for entry in log] == [1, 2, 3]
 
@@ -225,10 +233,14 @@ def test_a_cold_posterior_is_an_evaluation_of_its_own(tmp_path):
         "4": warm.nll,
         "4@0.0": coldest.nll,
     }
-    model, posterior, images = run.trainer.model, run.trainer.posterior(), run.trainer.dataset.test[0][:5].float()
-    cold = dataclasses.replace(run.config, temperature=0.25)
+    model, posterior, images = (
+        run.trainers[0].model,
+        run.trainers[0].posterior(),
+        run.trainers[0].dataset.test[0][:5].float(),
+    )
+    cold = dataclasses.replace(run.runs[0].config, temperature=0.25)
     predictions = predict(cold, model, posterior, images, num_samples=3)
-    of_tempered = predict(run.config, model, posterior.temper(0.25), images, num_samples=3)
+    of_tempered = predict(run.runs[0].config, model, posterior.temper(0.25), images, num_samples=3)
     torch.testing.assert_close(predictions.log_probs, of_tempered.log_probs)
     with pytest.raises(ValueError, match="temperature=-1"):
         evaluate(tmp_path, temperature=-1, device="cpu")
@@ -335,19 +347,19 @@ def test_a_log_is_json_also_when_the_loss_is_not_a_number(tmp_path):
 
 def test_resume_needs_a_run_and_its_own_settings(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no run"):
-        Run.resume(tmp_path)
+        Stack.resume(tmp_path)
     run = start(tmp_path)
     run.save()
     path = tmp_path / "config.toml"
     path.write_text(path.read_text().replace("lr = ", "lr = 1"))
     with pytest.raises(ValueError, match="belongs to other settings"):
-        Run.resume(tmp_path, device="cpu")
+        Stack.resume(tmp_path, device="cpu")
 
 
 def test_resume_without_a_checkpoint_starts_again(tmp_path):
     start(tmp_path)
-    run = Run.resume(tmp_path, device="cpu")
-    assert run.trainer.epoch == 0
+    run = Stack.resume(tmp_path, device="cpu")
+    assert run.trainers[0].epoch == 0
     run.train()
     assert run.finished
 
@@ -364,20 +376,20 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number):
     with pytest.raises(RunInterruptedError, match=f"stopped by {number.name}.*bsam train --resume {tmp_path}"):
         run.train(on_step=interrupt)
     assert signal.getsignal(number) is before
-    resumed = Run.resume(tmp_path, device="cpu")
-    assert (resumed.trainer.epoch, resumed.trainer.batch) == (1, 2)
+    resumed = Stack.resume(tmp_path, device="cpu")
+    assert (resumed.trainers[0].epoch, resumed.trainers[0].batch) == (1, 2)
 
 
 def test_the_log_does_not_repeat_epochs_that_are_trained_again(tmp_path):
     run = start(tmp_path)
-    for _ in run.trainer.steps():
-        run._write_log()
-        if run.trainer.epoch == 1 and run.trainer.batch == 0:
+    for _ in run.trainers[0].steps():
+        run.write_logs()
+        if run.trainers[0].epoch == 1 and run.trainers[0].batch == 0:
             run.save()
-        if run.trainer.epoch == 2:
+        if run.trainers[0].epoch == 2:
             break
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2
-    Run.resume(tmp_path, device="cpu").train()
+    Stack.resume(tmp_path, device="cpu").train()
     log = [json.loads(line)["epoch"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert log == [1, 2, 3]
 
@@ -507,8 +519,8 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_and_keeps_the_last(tm
 def half_done(folder):
     """A run that was saved in its second epoch."""
     run = start(folder)
-    for _ in run.trainer.steps():
-        if run.trainer.epoch == 1 and run.trainer.batch == 2:
+    for _ in run.trainers[0].steps():
+        if run.trainers[0].epoch == 1 and run.trainers[0].batch == 2:
             break
     run.save()
     return run.checkpoint.read_bytes()
@@ -573,7 +585,7 @@ def test_a_folder_without_permission_keeps_what_is_there(tmp_path):
     tmp_path.chmod(0o555)
     try:
         with pytest.raises(PermissionError, match=r"may not be written to\. Change its permissions.*--resume"):
-            Run.resume(tmp_path, device="cpu").train()
+            Stack.resume(tmp_path, device="cpu").train()
     finally:
         tmp_path.chmod(0o755)
     assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
@@ -585,10 +597,10 @@ def test_a_folder_without_permission_keeps_what_is_there(tmp_path):
 def saved_twice(folder):
     """A run with two checkpoints: (epoch 1, batch 1) and before it (epoch 0, batch 3)."""
     run = start(folder)
-    for _ in run.trainer.steps():
-        if (run.trainer.epoch, run.trainer.batch) in ((0, 3), (1, 1)):
+    for _ in run.trainers[0].steps():
+        if (run.trainers[0].epoch, run.trainers[0].batch) in ((0, 3), (1, 1)):
             run.save()
-        if run.trainer.epoch == 1 and run.trainer.batch == 1:
+        if run.trainers[0].epoch == 1 and run.trainers[0].batch == 1:
             return run
     raise AssertionError
 
@@ -605,8 +617,8 @@ def test_a_damaged_checkpoint_costs_minutes_and_not_the_run(tmp_path):
     flip(run.checkpoint)
     warning = r"checkpoint.safetensors is damaged: .* goes on from the checkpoint before it, .*previous.safetensors"
     with pytest.warns(UserWarning, match=warning):
-        resumed = Run.resume(tmp_path / "run", device="cpu")
-    assert (resumed.trainer.epoch, resumed.trainer.batch) == (0, 3)
+        resumed = Stack.resume(tmp_path / "run", device="cpu")
+    assert (resumed.trainers[0].epoch, resumed.trainers[0].batch) == (0, 3)
     before = resumed.checkpoints.previous.read_bytes()
     resumed.save()
     assert resumed.checkpoints.previous.read_bytes() == before  # the damaged one does not take its place
@@ -620,8 +632,8 @@ def test_without_a_last_checkpoint_the_one_before_it_serves(tmp_path):
     run = saved_twice(tmp_path)
     run.checkpoint.unlink()
     with pytest.warns(UserWarning, match=r"there is no checkpoint .* goes on from the checkpoint before it"):
-        resumed = Run.resume(tmp_path, device="cpu")
-    assert (resumed.trainer.epoch, resumed.trainer.batch) == (0, 3)
+        resumed = Stack.resume(tmp_path, device="cpu")
+    assert (resumed.trainers[0].epoch, resumed.trainers[0].batch) == (0, 3)
 
 
 def test_a_run_without_a_whole_checkpoint_is_refused(tmp_path):
@@ -629,10 +641,10 @@ def test_a_run_without_a_whole_checkpoint_is_refused(tmp_path):
     flip(run.checkpoint)
     flip(run.checkpoints.previous)
     with pytest.raises(ValueError, match=r"checkpoint.previous.safetensors is damaged"):
-        Run.resume(tmp_path, device="cpu")
+        Stack.resume(tmp_path, device="cpu")
     run.checkpoints.previous.unlink()
     with pytest.raises(ValueError, match=r"is damaged.*no checkpoint before it: delete it to begin again"):
-        Run.resume(tmp_path, device="cpu")
+        Stack.resume(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -648,30 +660,30 @@ def test_a_run_without_a_whole_checkpoint_is_refused(tmp_path):
 )
 def test_a_checkpoint_with_other_options_than_the_settings_is_refused(tmp_path, name, change):
     run = start(tmp_path)
-    state = run.trainer.state()
+    state = run.trainers[0].state()
     change(state["optimizer"]["param_groups"][0])
     save_checkpoint(run.checkpoint, state)
     with pytest.raises(ValueError, match=rf"{run.checkpoint} does not hold a run.* {name}"):
-        Run.resume(tmp_path, device="cpu")
+        Stack.resume(tmp_path, device="cpu")
 
 
 def test_rates_that_the_schedule_sets_are_no_other_options(tmp_path):
     run = start(tmp_path, "swag")
-    for _ in run.trainer.steps():
-        if run.trainer.epoch == run.config.epochs + 1:
+    for _ in run.trainers[0].steps():
+        if run.trainers[0].epoch == run.runs[0].config.epochs + 1:
             break
-    group = run.trainer.optimizer.param_groups[0]
-    assert (group["lr"], group["momentum"]) == (run.config.swag_lr, run.config.swag_momentum)
+    group = run.trainers[0].optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"]) == (run.runs[0].config.swag_lr, run.runs[0].config.swag_momentum)
     run.save()
-    assert Run.resume(tmp_path, device="cpu").trainer.epoch == run.config.epochs + 1
+    assert Stack.resume(tmp_path, device="cpu").trainers[0].epoch == run.runs[0].config.epochs + 1
 
 
 def test_how_a_device_computes_a_step_is_no_other_option(tmp_path):
     """A compiled step on a GPU makes torch's optimizers use their fused kernels."""
     run = start(tmp_path, "sam-adam")
-    run.trainer.optimizer.param_groups[0].update(fused=True, foreach=False)
+    run.trainers[0].optimizer.param_groups[0].update(fused=True, foreach=False)
     run.save()
-    assert Run.resume(tmp_path, device="cpu").trainer.epoch == 0
+    assert Stack.resume(tmp_path, device="cpu").trainers[0].epoch == 0
 
 
 @pytest.mark.parametrize(
@@ -689,9 +701,9 @@ def test_how_a_device_computes_a_step_is_no_other_option(tmp_path):
 )
 def test_a_checkpoint_of_an_impossible_epoch_is_refused(tmp_path, place, message):
     run = start(tmp_path)
-    save_checkpoint(run.checkpoint, {**run.trainer.state(), **place})
+    save_checkpoint(run.checkpoint, {**run.trainers[0].state(), **place})
     with pytest.raises(ValueError, match=rf"{run.checkpoint} does not hold a run.* {message}"):
-        Run.resume(tmp_path, device="cpu")
+        Stack.resume(tmp_path, device="cpu")
 
 
 # ---------------------------------------------------------------- several processes
@@ -716,22 +728,22 @@ def test_a_kill_while_the_settings_are_written_leaves_the_folder_free(tmp_path, 
 def test_empty_settings_of_an_earlier_version_leave_the_folder_free(tmp_path):
     (tmp_path / "config.toml").touch()
     with pytest.raises(ValueError, match=r"config.toml does not hold a run: it is empty. Start the run again"):
-        Run.resume(tmp_path, device="cpu")
+        Stack.resume(tmp_path, device="cpu")
     with pytest.raises(FileNotFoundError, match="holds no run"):
         evaluate(tmp_path)
     start(tmp_path)
-    assert Run.resume(tmp_path, device="cpu").trainer.epoch == 0
+    assert Stack.resume(tmp_path, device="cpu").trainers[0].epoch == 0
 
 
 def test_a_run_that_another_process_went_on_with_is_not_trained_from_an_old_place(tmp_path):
     saved_twice(tmp_path)
-    first, second = (Run.resume(tmp_path, device="cpu") for _ in range(2))
+    first, second = (Stack.resume(tmp_path, device="cpu") for _ in range(2))
     first.train()
     record = (tmp_path / "record.json").read_bytes()
     with pytest.raises(RunBusyError, match="another process has gone on with the run"):
         second.train()
     assert (tmp_path / "record.json").read_bytes() == record
-    assert Run.resume(tmp_path, device="cpu").finished
+    assert Stack.resume(tmp_path, device="cpu").finished
 
 
 def test_evaluations_at_once_are_all_recorded(tmp_path, bsam_command):
@@ -780,17 +792,17 @@ def test_torn_settings_are_named(tmp_path, file, change):
     path = tmp_path / file
     path.write_text(change(path.read_text()))
     with pytest.raises(ValueError, match=f"{path} does not hold a run"):
-        Run.resume(tmp_path, device="cpu")
+        Stack.resume(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize("key", ["model", "optimizer", "epoch", "log"])
 def test_checkpoints_with_parts_missing_are_named(tmp_path, key):
     run = start(tmp_path)
-    state = run.trainer.state()
+    state = run.trainers[0].state()
     del state[key]
     save_checkpoint(run.checkpoint, state)
     with pytest.raises(ValueError, match="safetensors does not hold a run"):
-        Run.resume(tmp_path, device="cpu")
+        Stack.resume(tmp_path, device="cpu")
 
 
 def test_a_toml_file_is_trained_like_a_preset(tmp_path, monkeypatch):
@@ -802,14 +814,14 @@ def test_a_toml_file_is_trained_like_a_preset(tmp_path, monkeypatch):
     record = json.loads(Path("runs/my/seed0/record.json").read_text())
     assert record["preset"] == "my.toml"
     assert record["config"]["lr"] == preset("digits/sgd").lr
-    assert Run.resume(Path("runs/my/seed0"), device="cpu").finished
+    assert Stack.resume(Path("runs/my/seed0"), device="cpu").finished
     assert "no file other.toml" in str(runner.invoke(app, ["train", "other.toml"]).exception)
 
 
 def test_a_run_remembers_where_its_data_is(tmp_path, monkeypatch):
     start(tmp_path / "run", data=tmp_path)
     assert f'data = "{tmp_path}"' in (tmp_path / "run" / "config.toml").read_text()
-    run = Run.resume(tmp_path / "run", device="cpu")
+    run = Stack.resume(tmp_path / "run", device="cpu")
     run.train()
     asked = []
 

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import bsam
-from bsam.experiments import trainer
+from bsam.experiments import ivon_step
 from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
 from bsam.experiments.commands import app
 from bsam.experiments.evaluate import evaluate
@@ -27,11 +27,16 @@ SEEDS = [0, 3]
 def _not_compiled(monkeypatch):
     """The traced formulas as they are: compiling would take most of the time."""
     monkeypatch.setattr(bsam, "TrainStep", functools.partial(bsam.TrainStep, compile=False))
-    monkeypatch.setattr(trainer, "IvonStep", functools.partial(trainer.IvonStep, compile=False))
+    monkeypatch.setattr(ivon_step, "IvonStep", functools.partial(ivon_step.IvonStep, compile=False))
 
 
 def start(folder, method="bsam", *changes, seeds=SEEDS):
-    return Stack.start(folder, short(method, *changes), seeds, preset=f"digits/{method}", device="cpu")
+    config = short(method, *changes)
+    return Stack.start([Run(folder / f"seed{seed}", config, seed, f"digits/{method}") for seed in seeds], device="cpu")
+
+
+def start_alone(folder, seed, config, **options):
+    return Stack.start([Run(folder, config, seed, "p")], device="cpu", **options)
 
 
 def results(folder, seeds=SEEDS):
@@ -50,7 +55,7 @@ def test_seeds_together_are_seeds_alone(method, tmp_path):
     start(tmp_path / "together", method).train()
     together, _ = results(tmp_path / "together")
     for seed, ours in zip(SEEDS, together, strict=True):
-        run = Run.start(tmp_path / f"{seed}", short(method), seed, preset="p", device="cpu", compiled=False)
+        run = start_alone(tmp_path / f"{seed}", seed, short(method), compiled=False)
         run.train()
         alone = load_checkpoint(run.checkpoint)
         assert_close(ours["model"], alone["model"], tolerance=2e-3)  # rounding, over three epochs of float32
@@ -77,7 +82,7 @@ def test_killed_anywhere_they_go_on_as_if_nothing_had_happened(method, tmp_path)
             stack.train(every_minutes=0, on_step=stop)
         (folder / "seed0" / ".log.jsonl.0123456789abcdef.bsam-tmp").mkdir()
         stack = Stack.resume(folder, device="cpu")
-    assert stack.runs[0].trainer.epoch >= 1
+    assert stack.trainers[0].epoch >= 1
     stack.train()
     assert_same(results(folder), expected)
     assert Stack.resume(folder, device="cpu").finished
@@ -90,14 +95,14 @@ def test_a_signal_saves_all_and_says_how_to_go_on(tmp_path):
     with pytest.raises(RunInterruptedError, match=rf"stopped by SIGTERM; saved. .* --resume {tmp_path / 'runs'}$"):
         stack.train(on_step=lambda trainer: os.kill(os.getpid(), signal.SIGTERM) if trainer.batch == 2 else None)
     again = Stack.resume(tmp_path / "runs", device="cpu")
-    assert [run.trainer.batch for run in again.runs] == [2, 2]
+    assert [trainer.batch for trainer in again.trainers] == [2, 2]
     assert not again.finished
 
 
 def test_without_a_checkpoint_they_start_again(tmp_path):
     start(tmp_path / "runs")
     stack = Stack.resume(tmp_path / "runs", device="cpu")
-    assert [run.trainer.epoch for run in stack.runs] == [0, 0]
+    assert [trainer.epoch for trainer in stack.trainers] == [0, 0]
     stack.train()
     start(tmp_path / "whole").train()
     assert_same(results(tmp_path / "runs"), results(tmp_path / "whole"))
@@ -111,9 +116,9 @@ def test_finished_runs_are_like_those_trained_alone(tmp_path):
         assert names == {"config.toml", "log.jsonl", "checkpoint.safetensors", "posterior.safetensors", "record.json"}
         summary = evaluate(folder, samples=[0, 4], device="cpu")
         assert set(summary) == {"0", "4"}
-        run = Run.resume(folder, device="cpu")
+        run = Stack.resume(folder, device="cpu")
         assert run.finished
-        assert run.seed == seed
+        assert [each.seed for each in run.runs] == [seed]
         assert len((folder / "log.jsonl").read_text().splitlines()) == 3
     said = CliRunner().invoke(app, ["train", "--resume", str(tmp_path / "runs"), "--device", "cpu"])
     assert said.exit_code == 0
@@ -139,7 +144,7 @@ def test_the_command_trains_and_resumes_them(tmp_path):
 
 
 def test_folders_with_runs_are_not_overwritten(tmp_path):
-    Run.start(tmp_path / "a" / "seed3", short("bsam"), 3, preset="p", device="cpu")
+    start_alone(tmp_path / "a" / "seed3", 3, short("bsam"))
     with pytest.raises(FileExistsError, match=r"a/seed3 holds a run already"):
         start(tmp_path / "a")
     assert not (tmp_path / "a" / "seed0").exists()
@@ -164,7 +169,7 @@ def test_batches_must_be_cut_evenly(tmp_path):
     with pytest.raises(ValueError, match=message):
         start(tmp_path / "runs", "bsam", "batch_size=50", "splits=4")
     assert not (tmp_path / "runs").exists()
-    Run.start(tmp_path / "loop", short("bsam", "batch_size=50", "splits=4"), 0, preset="p", device="cpu")
+    start_alone(tmp_path / "loop", 0, short("bsam", "batch_size=50", "splits=4"))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +224,7 @@ def test_a_damaged_checkpoint_of_all_costs_minutes(tmp_path):
     stack.checkpoint.write_bytes(content)
     with pytest.warns(UserWarning, match=r"stack.safetensors is damaged: .*stack.previous.safetensors"):
         again = Stack.resume(tmp_path / "runs", device="cpu")
-    assert [run.trainer.batch for run in again.runs] == [2, 2]
+    assert [trainer.batch for trainer in again.trainers] == [2, 2]
     again.train()
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["seed0", "seed3", "stack.toml"]
     start(tmp_path / "whole").train()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_origin
 
 import torch
 import typer
@@ -20,9 +20,9 @@ from rich.table import Table
 from bsam.experiments import demo as experiment
 from bsam.experiments.config import (
     FIELDS,
-    Config,
     explanations,
     from_file,
+    hints,
     override,
     to_toml,
     toml_value,
@@ -30,22 +30,17 @@ from bsam.experiments.config import (
 )
 from bsam.experiments.evaluate import evaluate as evaluate_run
 from bsam.experiments.methods import METHODS
+from bsam.experiments.options import Data, Device, SaveMinutes
 from bsam.experiments.paper.presets import preset, preset_names, preset_title
 from bsam.experiments.record import write_json
 from bsam.experiments.report.demo_page import write_demo_page
-from bsam.experiments.runs import Run, holds_run
-from bsam.experiments.stacks import Stack
+from bsam.experiments.runs import Run, resume_command
+from bsam.experiments.stacks import Stack, find_stack
 from bsam.experiments.trainer import Trainer
 
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-
-Device = Annotated[str | None, typer.Option(help="Device, like cuda:0.", show_default="the accelerator, or cpu")]
-Data = Annotated[
-    Path | None,
-    typer.Option(help="Folder of the data sets, as torchvision lays them out.", envvar="BSAM_DATA"),
-]
 
 
 @app.callback()
@@ -90,11 +85,10 @@ def configs(
 
 
 def _list_settings() -> None:
-    hints = get_type_hints(Config)
     table = Table("setting", "default", "what it is", box=box.SIMPLE)
     for setting, field in FIELDS.items():
         default = "" if field.default is MISSING else toml_value(field.default)
-        choices = f" ({what_fits(hints[setting])})" if get_origin(hints[setting]) is Literal else ""
+        choices = f" ({what_fits(hints()[setting])})" if get_origin(hints()[setting]) is Literal else ""
         table.add_row(setting, escape(default), escape(explanations()[setting] + choices))
     Console().print(table)
     typer.echo("Change one with: bsam train PRESET --set KEY=VALUE")
@@ -140,7 +134,7 @@ def train(
     ] = None,
     data: Data = None,
     device: Device = None,
-    save_minutes: Annotated[float, typer.Option(min=0, help="Minutes between two checkpoints.")] = 5.0,
+    save_minutes: SaveMinutes = 5.0,
     save_epochs: Annotated[int | None, typer.Option(min=1, help="Also save after each so many epochs.")] = None,
     compiled: Annotated[
         bool | None, typer.Option("--compiled/--loop", help="Compile the step.", show_default="compiled on CUDA")
@@ -163,36 +157,26 @@ def train(
     if resume is not None:
         if out is not None or epochs is not None or change or seeds != 1:
             raise ValueError("--resume goes on with the run as it is: leave out --out, --epochs, --set and --seeds.")
-        if (resume / "stack.toml").exists():
-            stack = Stack.resume(resume, device=device, data=data)
-            if stack.finished:
-                Console().print(f"All runs in {resume} are finished.", highlight=False)
-            else:
-                _train(stack, save_minutes, save_epochs)
-            return
-        if (resume.parent / "stack.toml").exists() and not (resume / "checkpoint.safetensors").exists():
-            raise ValueError(f"{resume} is trained together with others: bsam train --resume {resume.parent}")
-        run = Run.resume(resume, device=device, data=data)
-        if run.finished and (resume / "record.json").exists():
+        if (where := find_stack(resume)) != resume:
+            raise ValueError(f"{resume} is trained together with others: {resume_command(where)}")
+        stack = Stack.resume(resume, device=device, data=data)
+        if not stack.finished:
+            _train(stack, save_minutes, save_epochs)
+        elif len(stack.runs) > 1:
+            Console().print(f"All runs in {resume} are finished.", highlight=False)
+        else:
             Console().print(f"{resume} is finished. Look at it with: bsam evaluate {resume}", highlight=False)
-            return
-        _train(run, save_minutes, save_epochs)
         return
     assert name is not None
     changes = [*(change or []), *([f"epochs={epochs}"] if epochs else [])]
     config = override(from_file(Path(name)) if _is_file(name) else preset(name), changes)
     folder = out or Path("runs") / (Path(name).stem if _is_file(name) else name)
-    taken = [s for s in range(first_seed, first_seed + seeds) if holds_run(folder / f"seed{s}")]
-    if taken:
-        where = folder / f"seed{taken[0]}"
-        raise FileExistsError(f"{where} holds a run already: bsam train --resume {where}, or choose another --out.")
-    numbers = range(first_seed, first_seed + seeds)
-    if stack_seeds:
-        _train(Stack.start(folder, config, numbers, preset=name, device=device, data=data), save_minutes, save_epochs)
-        return
-    for seed in numbers:
-        run = Run.start(folder / f"seed{seed}", config, seed, preset=name, device=device, data=data, compiled=compiled)
-        _train(run, save_minutes, save_epochs)
+    runs = [Run(folder / f"seed{seed}", config, seed, name) for seed in range(first_seed, first_seed + seeds)]
+    for run in runs:
+        run.refuse_to_replace()
+    for together in [runs] if stack_seeds else [[run] for run in runs]:
+        stack = Stack.start(together, device=device, data=data, compiled=compiled)
+        _train(stack, save_minutes, save_epochs)
 
 
 def _is_file(name: str) -> bool:
@@ -200,12 +184,11 @@ def _is_file(name: str) -> bool:
     return name.endswith(".toml")
 
 
-def _train(run: Run | Stack, save_minutes: float, save_epochs: int | None) -> None:
-    runs = run.runs if isinstance(run, Stack) else [run]
-    trainer, config = runs[0].trainer, runs[0].config
-    which = f"{len(runs)} seeds" if len(runs) > 1 else f"seed {runs[0].seed}"
+def _train(stack: Stack, save_minutes: float, save_epochs: int | None) -> None:
+    first, config = stack.runs[0], stack.runs[0].config
+    which = f"{len(stack.runs)} seeds" if len(stack.runs) > 1 else f"seed {first.seed}"
     columns = (
-        TextColumn(f"{METHODS[config.method]} on {config.dataset}, {which}"),
+        TextColumn(f"{METHODS[config.method].title} on {config.dataset}, {which}"),
         BarColumn(),
         TextColumn("epoch {task.completed:.1f}/{task.total} {task.fields[loss]}"),
         TimeElapsedColumn(),
@@ -220,9 +203,9 @@ def _train(run: Run | Stack, save_minutes: float, save_epochs: int | None) -> No
             text = f"loss {last['loss']:.4f}" if last else ""
             bar.update(task, completed=trainer.progress, loss=text)
 
-        show(trainer)
-        run.train(every_minutes=save_minutes, every_epochs=save_epochs, on_step=show)
-    Console().print(f"done: {run.folder}. Look at it with: bsam evaluate {runs[0].folder}", highlight=False)
+        show(stack.trainers[0])
+        stack.train(every_minutes=save_minutes, every_epochs=save_epochs, on_step=show)
+    Console().print(f"done: {stack.folder}. Look at it with: bsam evaluate {first.folder}", highlight=False)
 
 
 @app.command()
@@ -377,7 +360,7 @@ def _progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
         task = bar.add_task(what, total=total)
 
         def advance(method: str) -> None:
-            bar.update(task, advance=1, description=f"{what} {METHODS[method]:13}")
+            bar.update(task, advance=1, description=f"{what} {METHODS[method].title:13}")
 
         yield advance
 

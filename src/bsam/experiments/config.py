@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import difflib
-import inspect
 import json
 import math
 import tomllib
@@ -14,18 +12,20 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from bsam.experiments.methods import METHODS
 from bsam.posterior.base import check_temperature
 
 __all__ = [
+    "RATES",
     "Config",
     "Precision",
     "explanations",
     "from_file",
     "from_mapping",
+    "hints",
     "override",
     "to_toml",
     "toml_value",
@@ -33,87 +33,62 @@ __all__ = [
 ]
 
 Precision = Literal["float32", "bfloat16"]
-Method = Literal["sgd", "sam-sgd", "laplace", "swag", "vogn", "adam", "sam-adam", "bsam", "ivon"]
+RATE = object()
+"""Marks the settings in which runs that are trained together may differ: see `bsam.TrainStep`."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides a run but its seed. The line below a setting is what `bsam configs` says about it."""
+    """Everything that decides a run but its seed. What stands beside a type is what `bsam configs` says about it."""
 
-    dataset: str
-    """data set to train on"""
-    model: str
-    """network"""
-    method: Method
-    """how to train; laplace is SAM-SGD, then Laplace's approximation at its solution"""
-    epochs: int
-    """passes over the training data"""
-    batch_size: int
-    """examples in a minibatch"""
-    lr: float
-    """alpha: learning rate, before the schedule"""
-    beta1: float
-    """beta_1: momentum, how much of the old gradient is kept"""
-    prior_precision: float
-    """N delta: precision of the prior; without one, N times the weight decay"""
-    beta2: float = 0.999
-    """beta_2: how much of the old second moment, or precision, is kept"""
-    rho: float = 0.0
-    """rho: how far SAM and bSAM perturb the weights"""
-    damping: float = 0.1
-    """gamma: added to the curvature by bSAM and VOGN"""
-    splits: int = 1
-    """m: parts of a minibatch that are perturbed on their own (m-sharpness)"""
-    perturb_from: Literal["sample", "mean"] = "mean"
-    """where bSAM's adversarial step starts: at the sample, or at the mean"""
-    curvature: Literal["mean_abs", "abs_mean"] = "mean_abs"
-    """how bSAM reads |g|: mean over the parts of |g|, or |mean over the parts|"""
-    statistics: Literal["average", "latest"] = "average"
-    """how VOGN reads beta_2, see `bsam.VOGN`"""
-    sample_noise: bool = True
-    """whether bSAM perturbs a sample of the weights, or (false) their mean"""
-    bias_correction: bool = True
-    """whether Adam, alone or below SAM, corrects the bias of its averages"""
-    initial_hessian: float = 1.0
-    """h_0: where IVON's estimate of the Hessian starts"""
-    augmentation_factor: float = 1.0
-    """multiplies N of bSAM, VOGN and IVON, for data that is augmented"""
-    max_grad_norm: float | None = None
-    """longest gradient, longer ones are shortened; null is no limit"""
+    dataset: Annotated[str, "data set to train on"]
+    model: Annotated[str, "network"]
+    method: Annotated[str, "how to train; laplace is SAM-SGD, then Laplace's approximation at its solution"]
+    epochs: Annotated[int, "passes over the training data"]
+    batch_size: Annotated[int, "examples in a minibatch"]
+    lr: Annotated[float, "alpha: learning rate, before the schedule", RATE]
+    beta1: Annotated[float, "beta_1: momentum, how much of the old gradient is kept", RATE]
+    prior_precision: Annotated[float, "N delta: precision of the prior; without one, N times the weight decay", RATE]
+    beta2: Annotated[float, "beta_2: how much of the old second moment, or precision, is kept", RATE] = 0.999
+    rho: Annotated[float, "rho: how far SAM and bSAM perturb the weights", RATE] = 0.0
+    damping: Annotated[float, "gamma: added to the curvature by bSAM and VOGN", RATE] = 0.1
+    splits: Annotated[int, "m: parts of a minibatch that are perturbed on their own (m-sharpness)"] = 1
+    perturb_from: Annotated[
+        Literal["sample", "mean"], "where bSAM's adversarial step starts: at the sample, or at the mean"
+    ] = "mean"
+    curvature: Annotated[
+        Literal["mean_abs", "abs_mean"], "how bSAM reads |g|: mean over the parts of |g|, or |mean over the parts|"
+    ] = "mean_abs"
+    statistics: Annotated[Literal["average", "latest"], "how VOGN reads beta_2, see `bsam.VOGN`"] = "average"
+    sample_noise: Annotated[bool, "whether bSAM perturbs a sample of the weights, or (false) their mean"] = True
+    bias_correction: Annotated[bool, "whether Adam, alone or below SAM, corrects the bias of its averages"] = True
+    initial_hessian: Annotated[float, "h_0: where IVON's estimate of the Hessian starts"] = 1.0
+    augmentation_factor: Annotated[float, "multiplies N of bSAM, VOGN and IVON, for data that is augmented"] = 1.0
+    max_grad_norm: Annotated[float | None, "longest gradient, longer ones are shortened; null is no limit"] = None
 
-    schedule: Literal["cosine", "steps", "constant"] = "cosine"
-    """learning rate by epoch: cosine to 0, a tenth at each milestone, or constant"""
-    milestones: tuple[int, ...] = ()
-    """epochs at which the schedule "steps" divides the learning rate by 10"""
-    warmup_epochs: int = 0
-    """first epochs, in which the learning rate grows: 1/5, 2/5, ... 1 for five"""
+    schedule: Annotated[
+        Literal["cosine", "steps", "constant"],
+        "learning rate by epoch: cosine to 0, a tenth at each milestone, or constant",
+    ] = "cosine"
+    milestones: Annotated[tuple[int, ...], 'epochs at which the schedule "steps" divides the learning rate by 10'] = ()
+    warmup_epochs: Annotated[int, "first epochs, in which the learning rate grows: 1/5, 2/5, ... 1 for five"] = 0
 
-    augment: bool = False
-    """random crops with padding 4, and horizontal flips"""
-    drop_last: bool = False
-    """leave out the ragged last minibatch of an epoch"""
-    validation: int = 0
-    """training examples held out, to choose settings by"""
+    augment: Annotated[bool, "random crops with padding 4, and horizontal flips"] = False
+    drop_last: Annotated[bool, "leave out the ragged last minibatch of an epoch"] = False
+    validation: Annotated[int, "training examples held out, to choose settings by"] = 0
 
-    swag_epochs: int = 0
-    """epochs in which SWAG collects, after `epochs` of SGD"""
-    swag_lr: float = 0.01
-    """learning rate while SWAG collects"""
-    swag_momentum: float = 0.9
-    """momentum while SWAG collects"""
-    swag_interval: int = 100
-    """steps from one snapshot of SWAG's to the next"""
-    swag_rank: int = 20
-    """K: how many of the last snapshots SWAG's covariance is made of"""
+    swag_epochs: Annotated[int, "epochs in which SWAG collects, after `epochs` of SGD"] = 0
+    swag_lr: Annotated[float, "learning rate while SWAG collects", RATE] = 0.01
+    swag_momentum: Annotated[float, "momentum while SWAG collects", RATE] = 0.9
+    swag_interval: Annotated[int, "steps from one snapshot of SWAG's to the next"] = 100
+    swag_rank: Annotated[int, "K: how many of the last snapshots SWAG's covariance is made of"] = 20
 
-    num_samples: int = 32
-    """samples of the posterior that predictions are averaged over; 0 is the mean"""
-    temperature: float = 1.0
-    """multiplies the posterior's variance in predictions; below 1 is a cold posterior"""
-    precision: Precision = "float32"
-    """type of matrix products and convolutions (autocast)"""
-    channels_last: bool = False
-    """memory layout of images, faster on some devices"""
+    num_samples: Annotated[int, "samples of the posterior that predictions are averaged over; 0 is the mean"] = 32
+    temperature: Annotated[float, "multiplies the posterior's variance in predictions; below 1 is a cold posterior"] = (
+        1.0
+    )
+    precision: Annotated[Precision, "type of matrix products and convolutions (autocast)"] = "float32"
+    channels_last: Annotated[bool, "memory layout of images, faster on some devices"] = False
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "splits", "swag_interval", "swag_rank"):
@@ -127,7 +102,7 @@ class Config:
         check_temperature(self.temperature)
         if self.schedule == "steps" and not self.milestones:
             raise ValueError("schedule='steps' needs milestones, like milestones=[100, 120].")
-        if (self.method == "swag") != (self.swag_epochs > 0):
+        if (METHODS[self.method].collector is not None) != (self.swag_epochs > 0):
             raise ValueError(f"swag_epochs={self.swag_epochs} does not go with method={self.method!r}.")
 
     def learning_rate(self, epoch: int) -> float:
@@ -141,6 +116,11 @@ class Config:
             return self.lr * 0.5 * (1 + math.cos(math.pi * progress))
         return self.lr * 0.1 ** sum(epoch >= milestone for milestone in self.milestones)
 
+    def without_rates(self) -> Config:
+        """The same with all rates 0: equal for runs that can be trained together."""
+        zeros: dict[str, Any] = dict.fromkeys(RATES, 0.0)
+        return dataclasses.replace(self, **zeros)
+
     @property
     def total_epochs(self) -> int:
         """Epochs of training and of SWAG's collection."""
@@ -150,17 +130,19 @@ class Config:
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
 
-@cache
+_ANNOTATED, _HINTS = typing.get_type_hints(Config, include_extras=True), typing.get_type_hints(Config)
+RATES = tuple(name for name, hint in _ANNOTATED.items() if RATE in hint.__metadata__)
+"""The settings that are rates."""
+
+
+def hints() -> dict[str, Any]:
+    """The type of each setting; that of the method is the names of the registry."""
+    return {**_HINTS, "method": typing.cast(Any, Literal)[tuple(METHODS)]}
+
+
 def explanations() -> dict[str, str]:
-    """What each setting is, in a phrase: the line below it in `Config`."""
-    (definition,) = ast.parse(inspect.getsource(Config)).body
-    assert isinstance(definition, ast.ClassDef)
-    found = {}
-    for setting, line in zip(definition.body, definition.body[1:], strict=False):
-        match setting, line:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                found[name] = text
-    return found
+    """What each setting is, in a phrase."""
+    return {name: hint.__metadata__[0] for name, hint in _ANNOTATED.items()}
 
 
 # ------------------------------------------------------------------ reading
@@ -177,8 +159,8 @@ def from_mapping(values: Mapping[str, Any]) -> Config:
     missing = [name for name in required if name not in values]
     if missing:
         raise ValueError(f"the setting {missing[0]!r} is missing. A run needs {', '.join(required)}.")
-    hints = typing.get_type_hints(Config)
-    return Config(**{name: _typed(name, value, hints[name]) for name, value in values.items()})
+    types_of = hints()
+    return Config(**{name: _typed(name, value, types_of[name]) for name, value in values.items()})
 
 
 def from_file(path: Path) -> Config:

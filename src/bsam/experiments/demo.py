@@ -22,7 +22,7 @@ from bsam.experiments.methods import METHODS, predict
 from bsam.experiments.record import environment
 from bsam.experiments.trainer import Trainer
 
-__all__ = ["DIGITS", "Demo", "Map", "cells", "grid_of", "load_demo", "markdown", "moons", "run_digits", "tune"]
+__all__ = ["DIGITS", "Demo", "Map", "cells", "grid_of", "load_demo", "moons", "run_digits", "tune"]
 
 DIGITS = {"accuracy": 2, "nll": 3, "ece": 4, "auroc": 3}
 """The metrics of the tables, and with how many digits they are shown."""
@@ -103,14 +103,8 @@ def cells(record: dict[str, Any]) -> list[tuple[str, list[str]]]:
             values = [scale * run[metric] for run in result["runs"]]
             sd = f"{statistics.stdev(values):.{digits}f}" if len(values) > 1 else "-"
             row.append(f"{statistics.fmean(values):.{digits}f} ({sd})")
-        rows.append((METHODS[method], row))
+        rows.append((METHODS[method].title, row))
     return rows
-
-
-def markdown(record: dict[str, Any]) -> str:
-    """The table in Markdown."""
-    lines = ["| method | accuracy ↑ | NLL ↓ | ECE ↓ | AUROC ↑ |", "|---|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| {name} | {' | '.join(row)} |" for name, row in cells(record))])
 
 
 def grid_of(options: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:

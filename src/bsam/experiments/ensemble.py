@@ -56,9 +56,10 @@ def write_ensemble(path: Path, runs: Path, part: str, *, preset: str, scale: str
         scale: See `bsam.experiments.recorded`.
         config: The runs' settings.
     """
+    folders = [folder for folder in runs.glob("seed*") if folder.is_dir()]  # the records of `bsam tune` are beside them
     names = [
         {file.stem.removeprefix(f"predictions-{part}-"): file for file in folder.glob(f"predictions-{part}-*")}
-        for folder in sorted(runs.glob("seed*"), key=lambda folder: int(folder.name[4:]))
+        for folder in sorted(folders, key=lambda folder: int(folder.name[4:]))
     ]
     names = [found for found in names if found]
     known = read_json(path)["members"] if path.exists() else 0

@@ -21,14 +21,18 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import bsam
 
-__all__ = ["Ivon", "check_ivon"]
+if TYPE_CHECKING:
+    from bsam.experiments.config import Config
+
+__all__ = ["Ivon", "check_ivon", "make_ivon"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -42,6 +46,12 @@ def check_ivon() -> None:
             "method='ivon' needs ivon-opt, which has another licence (GPL-3) and does not come with bsam: "
             "pip install ivon-opt"
         ) from missing
+
+
+def make_ivon(config: Config, model: nn.Module, num_data: int, seed: int, **options: Any) -> Optimizer:
+    """IVON with the settings of a run; what the trainer asks of an optimizer, it has."""
+    N, betas = num_data * config.augmentation_factor, (config.beta1, config.beta2)
+    return cast(Optimizer, Ivon(model.parameters(), lr=config.lr, num_data=N, betas=betas, seed=seed, **options))
 
 
 class Ivon:

@@ -8,13 +8,26 @@ host's: so the step is captured once that is 1 in floating point, after some 350
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
 from bsam.compiler.capture import Captured
 from bsam.experiments.ivon import Ivon, Loss
 
-__all__ = ["IvonStep"]
+if TYPE_CHECKING:
+    from bsam.experiments.trainer import Trainer
+
+__all__ = ["IvonStep", "compile_ivon"]
+
+
+def compile_ivon(trainers: Sequence[Trainer], x: Tensor, y: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """The step of several runs: IVON is not ours to trace, and takes those of each run in turn."""
+    optimizers: list[Any] = [trainer.optimizer for trainer in trainers]
+    steps = [IvonStep(ivon, trainer.loss) for ivon, trainer in zip(optimizers, trainers, strict=True)]
+    return lambda x, y: torch.stack([step(x[i], y[i]) for i, step in enumerate(steps)])
 
 
 class IvonStep:

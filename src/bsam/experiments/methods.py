@@ -1,105 +1,216 @@
-"""The optimizer of each method, from the settings of a run."""
+"""The methods: one entry for each, and nothing else in the experiments knows a method by its name.
+
+To add one, write its optimizer in `bsam.optim`, export it, and add its entry to `METHODS`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
 
 import bsam
-from bsam.experiments.config import Config
-from bsam.experiments.ivon import Ivon, check_ivon
+from bsam.experiments.data import plain_batches
+from bsam.experiments.ivon import check_ivon, make_ivon
+from bsam.experiments.ivon_step import compile_ivon
 
-__all__ = ["METHODS", "POINTS", "check_installed", "make_optimizer", "predict"]
+if TYPE_CHECKING:
+    from bsam.experiments.config import Config
+    from bsam.experiments.trainer import Step, Trainer
 
-METHODS = {
-    "sgd": "SGD",
-    "sam-sgd": "SAM-SGD",
-    "laplace": "SAM + Laplace",
-    "swag": "SWAG",
-    "vogn": "VOGN",
-    "adam": "Adam",
-    "sam-adam": "SAM-Adam",
-    "bsam": "bSAM",
-    "ivon": "IVON",
-}
-"""Name of a method in settings, and in tables: those of the paper's tables in their order, then others."""
+__all__ = ["METHODS", "Method", "make_optimizer", "predict"]
 
-POINTS = ("sgd", "sam-sgd", "adam", "sam-adam")
-"""Methods whose posterior is a point: samples and temperatures change nothing."""
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 _MANY_STEPS = 1e6
 """Steps after which beta^step is 0 in float64 for every beta up to 0.999; float32 counts on from it exactly."""
 
 
-def check_installed(config: Config) -> None:
-    """Raise if the method needs a package that is not there."""
-    if config.method == "ivon":
-        check_ivon()
+# ------------------------------------------------------------------ how an optimizer is made
 
 
-def make_optimizer(config: Config, model: nn.Module, num_data: int, *, seed: int) -> Optimizer | Ivon:
-    """The optimizer; for methods without a prior, prior_precision / num_data is the weight decay."""
-    decay = config.prior_precision / num_data
-    sgd: dict[str, Any] = {"lr": config.lr, "momentum": config.beta1, "weight_decay": decay}
-    adam: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "weight_decay": decay}
-    shared: dict[str, Any] = {"splits": config.splits, "max_grad_norm": config.max_grad_norm, "module": model}
-    bayes: dict[str, Any] = {
-        "lr": config.lr,
-        "num_data": num_data,
-        "augmentation_factor": config.augmentation_factor,
-        "prior_precision": config.prior_precision,
-        "betas": (config.beta1, config.beta2),
-        "damping": config.damping,
-        "seed": seed,
-    }
-    match config.method:
-        case "sgd" | "swag":
-            return torch.optim.SGD(model.parameters(), **sgd)
-        case "adam":
-            return _started(torch.optim.Adam(model.parameters(), **adam), config)
-        case "sam-sgd" | "laplace":
-            return bsam.SAM(model.parameters(), torch.optim.SGD, rho=config.rho, **shared, **sgd)
-        case "sam-adam":
-            sam = bsam.SAM(model.parameters(), torch.optim.Adam, rho=config.rho, **shared, **adam)
-            return _started(sam, config)
-        case "vogn":
-            return bsam.VOGN(model.parameters(), statistics=config.statistics, **shared, **bayes)
-        case "bsam":
-            return bsam.BSAM(
-                model.parameters(),
-                rho=config.rho,
-                perturb_from=config.perturb_from,
-                curvature=config.curvature,
-                sample_noise=config.sample_noise,
-                **shared,
-                **bayes,
-            )
-        case "ivon":
-            return Ivon(
-                model.parameters(),
-                lr=config.lr,
-                num_data=num_data * config.augmentation_factor,
-                prior_precision=config.prior_precision,
-                betas=(config.beta1, config.beta2),
-                initial_hessian=config.initial_hessian,
-                seed=seed,
-            )
+def _plain(base: type[Optimizer]) -> Callable[..., Optimizer]:
+    """Makes one of torch's optimizers."""
+
+    def make(config: Config, model: nn.Module, num_data: int, seed: int) -> Optimizer:
+        return _started(base(model.parameters(), **_base_options(base, config, num_data)), base, config)
+
+    return make
 
 
-def _started(adam: Optimizer, config: Config) -> Optimizer:
-    """Adam; without a bias correction, if the settings say so.
+def _sharpness_aware(kind: Callable[..., Optimizer], base: type[Optimizer]) -> Callable[..., Optimizer]:
+    """Makes one of ours that hands its gradient to one of torch's."""
+
+    def make(config: Config, model: nn.Module, num_data: int, seed: int, **options: Any) -> Optimizer:
+        options |= _base_options(base, config, num_data)
+        return _started(kind(model.parameters(), base, module=model, **options), base, config)
+
+    return make
+
+
+def _gaussian(kind: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
+    """Makes one of ours that learns a Gaussian."""
+
+    def make(config: Config, model: nn.Module, num_data: int, seed: int, **options: Any) -> Optimizer:
+        options |= {"lr": config.lr, "betas": (config.beta1, config.beta2), "num_data": num_data, "seed": seed}
+        return kind(model.parameters(), module=model, **options)
+
+    return make
+
+
+def _base_options(base: type[Optimizer], config: Config, num_data: int) -> dict[str, Any]:
+    """What one of torch's optimizers takes; the weight decay stands for the prior."""
+    momentum = {"betas": (config.beta1, config.beta2)} if base is Adam else {"momentum": config.beta1}
+    return {"lr": config.lr, "weight_decay": config.prior_precision / num_data, **momentum}
+
+
+def _started(optimizer: Optimizer, base: type[Optimizer], config: Config) -> Optimizer:
+    """The optimizer; Adam without a bias correction, if the settings say so.
 
     torch divides the averages by 1 - beta^step. After so many steps that is 1, so counting from there leaves the
     correction out.
     """
-    if not config.bias_correction:
-        for parameter in (p for group in adam.param_groups for p in group["params"]):
+    if base is Adam and not config.bias_correction:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             averages = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            adam.state[parameter] = {"step": torch.tensor(_MANY_STEPS), **averages}
-    return adam
+            optimizer.state[parameter] = {"step": torch.tensor(_MANY_STEPS), **averages}
+    return optimizer
+
+
+# ------------------------------------------------------------------ how it takes a step
+
+
+def _closure_step(optimizer: Any, loss_fn: Loss, x: Tensor, y: Tensor) -> Tensor:
+    loss: Tensor = optimizer.step(loss_fn, x, y)
+    return loss
+
+
+def _backward_step(optimizer: Optimizer, loss_fn: Loss, x: Tensor, y: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = loss_fn(x, y)
+    torch.autograd.backward(loss)
+    optimizer.step()
+    return loss.detach()
+
+
+def _train_step(trainers: Sequence[Trainer], x: Tensor, y: Tensor) -> Step:
+    optimizers = [trainer.optimizer for trainer in trainers]
+    losses = [trainer.loss for trainer in trainers]
+    return bsam.TrainStep(optimizers, losses, (x, y), module=[trainer.model for trainer in trainers])
+
+
+# ------------------------------------------------------------------ what it learns, and predicts
+
+
+def _point(trainer: Trainer) -> bsam.Posterior:
+    return bsam.PointMass.from_model(trainer.model)
+
+
+def _learned(trainer: Trainer) -> bsam.Posterior:
+    optimizer: Any = trainer.optimizer
+    posterior: bsam.Posterior = optimizer.posterior(trainer.model)
+    return posterior
+
+
+def _collected(trainer: Trainer) -> bsam.Posterior:
+    assert trainer.collector is not None
+    return trainer.collector.posterior()
+
+
+def _laplace(trainer: Trainer) -> bsam.Posterior:
+    train = plain_batches(trainer.dataset, "train")
+    return bsam.laplace(trainer.model, "categorical", train, prior_precision=trainer.config.prior_precision)
+
+
+def _average(model: nn.Module, posterior: bsam.Posterior, data: Any, num_samples: int, seed: int) -> bsam.Predictions:
+    pays = num_samples >= 256 and next(model.parameters()).is_cuda  # compiling takes as long as hundreds of passes
+    return bsam.predict(model, posterior, data, num_samples=num_samples, seed=seed, compile=pays, progress=False)
+
+
+def _linearised(
+    model: nn.Module, posterior: bsam.Posterior, data: Any, num_samples: int, seed: int
+) -> bsam.Predictions:
+    if num_samples and isinstance(posterior, bsam.DiagonalGaussian):
+        return bsam.predict_linearised(model, posterior, data, num_samples=num_samples, seed=seed)
+    return _average(model, posterior, data, num_samples, seed)
+
+
+def _make_swag(config: Config, model: nn.Module) -> bsam.SWAG:
+    return bsam.SWAG(model, rank=config.swag_rank, interval=config.swag_interval)
+
+
+# ------------------------------------------------------------------ the entries
+
+
+@dataclass(frozen=True)
+class Method:
+    """What the experiments ask about a method."""
+
+    title: str
+    """Its name in tables."""
+    make: Callable[..., Optimizer]
+    """Makes the optimizer, of the settings, the model, the number of training examples, the seed and `options`."""
+    options: tuple[str, ...] = ()
+    """The settings that its optimizer takes under their own names. All take `lr`, `beta1` and `prior_precision`."""
+    posterior: Callable[[Trainer], bsam.Posterior] = _point
+    """What it has learned in the end; a point, unless something else is said."""
+    predict: Callable[[nn.Module, bsam.Posterior, Any, int, int], bsam.Predictions] = _average
+    """Predicts with a posterior, of a model, some data, a number of samples and a seed."""
+    step: Callable[[Optimizer, Loss, Tensor, Tensor], Tensor] = _closure_step
+    """Takes one step in a loop, and returns the loss."""
+    compiled: Callable[[Sequence[Trainer], Tensor, Tensor], Step] = _train_step
+    """Makes one compiled step of several runs, for batches like the one it is given."""
+    collector: Callable[[Config, nn.Module], bsam.SWAG] | None = None
+    """Makes what collects snapshots in the last `swag_epochs`, for a method that has such."""
+    check_installed: Callable[[], None] = lambda: None
+    """Raises if it needs a package that is not there."""
+
+    @property
+    def is_point(self) -> bool:
+        """Whether its posterior is a point: samples and temperatures change nothing."""
+        return self.posterior is _point
+
+
+_SPLITS = ("splits", "max_grad_norm")
+_BAYES = (*_SPLITS, "prior_precision", "damping", "augmentation_factor")
+
+METHODS = {
+    "sgd": Method("SGD", _plain(SGD), step=_backward_step),
+    "sam-sgd": Method("SAM-SGD", _sharpness_aware(bsam.SAM, SGD), (*_SPLITS, "rho")),
+    "laplace": Method(
+        "SAM + Laplace", _sharpness_aware(bsam.SAM, SGD), (*_SPLITS, "rho"), posterior=_laplace, predict=_linearised
+    ),
+    "swag": Method("SWAG", _plain(SGD), step=_backward_step, posterior=_collected, collector=_make_swag),
+    "vogn": Method("VOGN", _gaussian(bsam.VOGN), (*_BAYES, "statistics"), posterior=_learned),
+    "adam": Method("Adam", _plain(Adam), step=_backward_step),
+    "sam-adam": Method("SAM-Adam", _sharpness_aware(bsam.SAM, Adam), (*_SPLITS, "rho")),
+    "bsam": Method(
+        "bSAM",
+        _gaussian(bsam.BSAM),
+        (*_BAYES, "rho", "perturb_from", "curvature", "sample_noise"),
+        posterior=_learned,
+    ),
+    "ivon": Method(
+        "IVON",
+        make_ivon,
+        ("prior_precision", "initial_hessian"),
+        posterior=_learned,
+        compiled=compile_ivon,
+        check_installed=check_ivon,
+    ),
+}
+"""By their names in settings: those of the paper's tables in their order, then others."""
+
+
+def make_optimizer(config: Config, model: nn.Module, num_data: int, *, seed: int) -> Optimizer:
+    """The optimizer; for methods without a prior, prior_precision / num_data is the weight decay."""
+    method = METHODS[config.method]
+    options = {name: getattr(config, name) for name in method.options}
+    return method.make(config, model, num_data, seed, **options)
 
 
 def predict(
@@ -108,7 +219,4 @@ def predict(
     """What a method predicts: the average over samples, or, at a Laplace approximation, the linearised model's."""
     if config.temperature != 1:
         posterior = posterior.temper(config.temperature)
-    if config.method == "laplace" and num_samples and isinstance(posterior, bsam.DiagonalGaussian):
-        return bsam.predict_linearised(model, posterior, data, num_samples=num_samples, seed=seed)
-    pays = num_samples >= 256 and next(model.parameters()).is_cuda  # compiling takes as long as hundreds of passes
-    return bsam.predict(model, posterior, data, num_samples=num_samples, seed=seed, compile=pays, progress=False)
+    return METHODS[config.method].predict(model, posterior, data, num_samples, seed)

@@ -15,18 +15,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim import Optimizer
 
 import bsam
 from bsam.engine import TrainStep
 from bsam.experiments.config import Config
-from bsam.experiments.data import Dataset, epoch_length, plain_batches, stacked_batches
-from bsam.experiments.ivon import Ivon
-from bsam.experiments.ivon_step import IvonStep
-from bsam.experiments.methods import make_optimizer
+from bsam.experiments.data import Dataset, epoch_length, stacked_batches
+from bsam.experiments.methods import METHODS, make_optimizer
 from bsam.experiments.models import make_model
 
-__all__ = ["Trainer", "train_together"]
+__all__ = ["Step", "Trainer", "train_together"]
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """Takes batches of all runs, returns their losses."""
@@ -43,17 +40,14 @@ class Trainer:
 
     def __init__(self, config: Config, dataset: Dataset, *, seed: int) -> None:
         self.config, self.dataset, self.seed = config, dataset, seed
+        self.method = METHODS[config.method]
         _check_fits(config, dataset)
         model = make_model(
             config.model, num_classes=dataset.num_classes, image_shape=dataset.image_shape, seed=seed
         ).to(dataset.device)
         self.model = model.to(memory_format=torch.channels_last) if config.channels_last else model  # type: ignore[call-overload]
         self.optimizer = make_optimizer(config, self.model, dataset.num_train, seed=seed)
-        self.collector = (
-            bsam.SWAG(self.model, rank=config.swag_rank, interval=config.swag_interval)
-            if config.method == "swag"
-            else None
-        )
+        self.collector = self.method.collector(config, self.model) if self.method.collector else None
         self.epoch = 0
         self.batch = 0
         """Batches of the present epoch that are done."""
@@ -68,15 +62,6 @@ class Trainer:
         """Train to the end; yields after each step, when it may be saved or left."""
         return train_together([self])
 
-    def _step(self, x: Tensor, y: Tensor) -> Tensor:
-        if isinstance(self.optimizer, bsam.BSAM | bsam.SAM | bsam.VOGN | Ivon):
-            return self.optimizer.step(self._loss, x, y)
-        self.optimizer.zero_grad()
-        loss = self._loss(x, y)
-        torch.autograd.backward(loss)
-        self.optimizer.step()
-        return loss.detach()
-
     def _count(self, size: int) -> None:
         """Note that a step was taken."""
         if self.collector is not None and self.epoch >= self.config.epochs:
@@ -84,7 +69,8 @@ class Trainer:
         self._examples += size
         self.batch += 1
 
-    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """The mean loss of a batch."""
         autocast = self.config.precision == "bfloat16"
         with torch.autocast(x.device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
             logits = self.model(x)
@@ -104,18 +90,27 @@ class Trainer:
         self.epoch, self.batch = self.epoch + 1, 0
         self._reset_sums()
 
-    @torch.no_grad()
     def _accuracy(self) -> float:
         """Of the present weights, on the first thousand training examples or so."""
+        logits, labels = self._first_logits()
+        return float((logits.argmax(1) == labels).float().mean())
+
+    @torch.no_grad()
+    def _first_logits(self) -> tuple[Tensor, Tensor]:
         self.model.eval()
         images, labels = (part[:1024] for part in self.dataset.train)
-        return float((self.model(self.dataset.normalise(images)).argmax(1) == labels).float().mean())
+        return self.model(self.dataset.normalise(images)), labels
 
     @property
     def progress(self) -> float:
         """Epochs done, with the share of the present one."""
         batches = self.dataset.num_train / self.config.batch_size
         return self.epoch + min(1.0, self.batch / batches)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a step was left out, or the network's output is not finite at the present weights."""
+        return getattr(self.optimizer, "skipped_steps", 0) > 0 or not bool(self._first_logits()[0].isfinite().all())
 
     def _reset_sums(self) -> None:
         self._loss_sum = torch.zeros((), device=self.dataset.device)
@@ -125,14 +120,7 @@ class Trainer:
 
     def posterior(self) -> bsam.Posterior:
         """What was learned about the weights."""
-        if self.config.method == "laplace":
-            train = plain_batches(self.dataset, "train")
-            return bsam.laplace(self.model, "categorical", train, prior_precision=self.config.prior_precision)
-        if self.collector is not None:
-            return self.collector.posterior()
-        if isinstance(self.optimizer, bsam.BSAM | bsam.SAM | bsam.VOGN | Ivon):
-            return self.optimizer.posterior(self.model)
-        return bsam.PointMass.from_model(self.model)
+        return self.method.posterior(self)
 
     def state(self) -> dict[str, Any]:
         """Everything that is needed to go on exactly here."""
@@ -165,10 +153,10 @@ class Trainer:
 
 
 def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> Iterator[None]:
-    """Train runs that differ in their seeds only, step by step; yields after each, when they may be saved or left.
+    """Train runs that differ in seeds and rates only, step by step; yields after each, when they may be saved or left.
 
     Args:
-        trainers: All at the same place of the same settings.
+        trainers: All at the same place.
         compiled: Take the steps of all of them as one, by `bsam.TrainStep`; otherwise one after the other.
     """
     first = trainers[0]
@@ -200,9 +188,9 @@ def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> It
             if config.channels_last and x.dim() == 5:
                 x = x.flatten(0, 1).to(memory_format=torch.channels_last).view(x.shape)
             if compiled and step is None and x.shape[1] == config.batch_size:
-                step = _compile(trainers, x, y)
+                step = first.method.compiled(trainers, x, y)
             if step is None:
-                losses = torch.stack([trainer._step(x[i], y[i]) for i, trainer in enumerate(trainers)])
+                losses = torch.stack([t.method.step(t.optimizer, t.loss, x[i], y[i]) for i, t in enumerate(trainers)])
             else:
                 losses = step(x, y)
             loss_sums.add_(losses, alpha=x.shape[1])
@@ -222,26 +210,13 @@ def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> It
         yield
 
 
-def _compile(trainers: Sequence[Trainer], x: Tensor, y: Tensor) -> Step:
-    """The step of all runs as one; IVON, which is not ours to trace, takes those of each run in turn."""
-    steps = [IvonStep(trainer.optimizer, trainer._loss) for trainer in trainers if isinstance(trainer.optimizer, Ivon)]
-    if steps:
-        return lambda x, y: torch.stack([step(x[i], y[i]) for i, step in enumerate(steps)])
-    return bsam.TrainStep(
-        [trainer.optimizer for trainer in trainers if isinstance(trainer.optimizer, Optimizer)],
-        [trainer._loss for trainer in trainers],
-        (x, y),
-        module=[trainer.model for trainer in trainers],
-    )
-
-
 def _check_fits(config: Config, dataset: Dataset) -> None:
     """Raise if the data is too small for the settings, which would else be noticed in the middle of the run."""
     length = epoch_length(dataset, config.batch_size, augment=config.augment, drop_last=config.drop_last)
     smallest = min(config.batch_size, dataset.num_train)
     if smallest < config.splits:
         raise ValueError(f"splits={config.splits} is more than the {smallest} examples of a batch: write {smallest}.")
-    if config.method == "swag" and config.swag_epochs * length < 2 * config.swag_interval:
+    if config.swag_epochs and config.swag_epochs * length < 2 * config.swag_interval:
         steps = config.swag_epochs * length
         raise ValueError(
             f"swag_interval={config.swag_interval} gives {steps // config.swag_interval} snapshots in {steps} steps of "

@@ -14,8 +14,8 @@ from bsam.experiments.paper.presets import preset, preset_title
 from bsam.experiments.paper.results import paper_tables
 from bsam.experiments.recorded import read_record, same_run
 from bsam.experiments.reproduce.plan import Wanted, find_places, make_plan, wanted_by_table
-from bsam.experiments.reproduce.show import comparison_markdown
 from tests.experiments.reproduce.records import write_record
+from tools.markdown import comparison_markdown
 
 IVON = "here/cifar10/ivon"
 RESULTS = Path(__file__).parents[3] / "results"

@@ -1,10 +1,11 @@
-"""The commands: a tiny block from plan to table, twice; what they refuse; tables in pages."""
+"""The commands: a tiny block from plan to table, twice; what they refuse."""
 
 import dataclasses
 import json
 import re
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from bsam.experiments.commands import app
@@ -12,6 +13,7 @@ from bsam.experiments.comparison import compare
 from bsam.experiments.reproduce import scales, studies
 from bsam.experiments.reproduce.scales import scaled
 from bsam.experiments.runs import Run
+from bsam.experiments.stacks import Stack
 from bsam.files import locked
 
 
@@ -82,7 +84,8 @@ def test_an_ablation_leaves_numbers_a_figure_and_a_table(places, tmp_path, monke
 
 def test_a_failure_is_shown_and_is_the_exit_status(places, tmp_path):
     config = dataclasses.replace(scaled("table6/mnist/sgd", "tiny"), lr=0.5)
-    Run.start(tmp_path / "runs/tiny/table6/mnist/sgd/seed0", config, 0, preset="table6/mnist/sgd", device="cpu")
+    run = Run(tmp_path / "runs/tiny/table6/mnist/sgd/seed0", config, 0, "table6/mnist/sgd")
+    Stack.start([run], device="cpu")
     done = invoke("reproduce", "table6", "--block", "mnist", "--methods", "sgd", *places)
     assert done.exit_code == 1
     shown = re.sub(r"\s+", " ", done.output)
@@ -140,19 +143,15 @@ def test_help_teaches():
     assert invoke("reproduce", "table1", "--scale", "small").exit_code == 2
 
 
-def test_tables_are_checked_and_written(tmp_path):
-    (tmp_path / "docs").mkdir()
-    page = tmp_path / "docs" / "page.md"
-    (tmp_path / "README.md").write_text("nothing to fill in\n")
-    page.write_text("before\n<!-- table: table4 -->\nold\n<!-- end -->\nafter\n")
-    checked = invoke("tables", "--check", "--root", tmp_path)
-    assert (checked.exit_code, checked.output) == (1, f"stale: {page}\n")
-    assert "old" in page.read_text()
-    assert invoke("tables", "--root", tmp_path).output == f"written: {page}\n"
-    assert "old" not in page.read_text()
-    counts = "Of 20 printed numbers: 0 equal, 0 better, 0 worse, 0 open, 20 not run."
-    assert page.read_text().startswith(
-        f"before\n<!-- table: table4 -->\n{counts}\n\n**bSAM, ResNet-20-FRN on CIFAR-10**\n"
+def test_options_that_commands_share_are_the_same_in_all():
+    commands = typer.main.get_command(app).commands
+    shared = {name: {option.name: option for option in commands[name].params} for name in ("reproduce", "tune")}
+    assert {"jobs", "dry_run", "runs", "data", "device", "save_minutes", "stack_size", "precision"} <= set(
+        shared["tune"]
     )
-    assert page.read_text().endswith("\n<!-- end -->\nafter\n")
-    assert invoke("tables", "--check", "--root", tmp_path).exit_code == 0
+    for name in ("reproduce", "sweep", "ablate", "tune"):
+        found = {option.name: option for option in commands[name].params}
+        assert name == "tune" or {"seeds", "scale", "records"} <= set(found)
+        for key in set(found) & set(shared["reproduce"]):
+            one, two = found[key], shared["reproduce"][key]
+            assert (one.help, one.default, one.opts) == (two.help, two.default, two.opts)

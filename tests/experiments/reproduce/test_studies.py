@@ -6,10 +6,10 @@ import pytest
 
 from bsam.experiments.paper.results import METRICS, paper_tables
 from bsam.experiments.reproduce.plan import Places, make_plan, settle
-from bsam.experiments.reproduce.show import study_markdown
 from bsam.experiments.reproduce.studies import ABLATIONS, collect, refuse_to_replace, sweep_rho
 from bsam.experiments.reproduce.study_figure import draw_study
 from tests.experiments.reproduce.records import write_record
+from tools.markdown import study_markdown
 
 STUDIES = {"rho": sweep_rho("full"), **{name: make() for name, make in ABLATIONS.items()}}
 

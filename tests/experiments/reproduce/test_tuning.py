@@ -1,21 +1,25 @@
 """Tuning: every try of the grid on the validation part, one record, the best chosen; also after a kill."""
 
 import dataclasses
+import functools
 import json
 import re
 
 import pytest
 from typer.testing import CliRunner
 
+import bsam
 from bsam.experiments import evaluate as evaluation
 from bsam.experiments.commands import app
 from bsam.experiments.data import load
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.recorded import read_record
+from bsam.experiments.reproduce.carry_out import stack_tasks
 from bsam.experiments.reproduce.execute import execute
-from bsam.experiments.reproduce.show import tuning_markdown, tuning_rows
+from bsam.experiments.reproduce.show import tuning_rows
 from bsam.experiments.reproduce.tuning import TUNINGS, collect_tries, execute_tries, plan_tries, read_tuning
-from bsam.experiments.tables import render
+from tools.markdown import tuning_markdown
+from tools.tables import render
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps:UserWarning")  # the runs are short
 GRID = """
@@ -117,7 +121,7 @@ def test_the_test_part_is_never_looked_at(tmp_path, monkeypatch):
 def test_what_is_left_goes_on(tmp_path):
     tuning = read_tuning(str(write_grid(tmp_path)))
     first, *_ = plan_tries(tuning, tmp_path).tasks
-    execute(first, lambda share: None, device="cpu")
+    execute([first], lambda share: None, device="cpu")
     plan = plan_tries(tuning, tmp_path)
     assert (len(plan.tasks), plan.recorded) == (5, (first,))
     with pytest.raises(ValueError, match="5 tries are not done: go on with `bsam tune"):
@@ -155,6 +159,20 @@ def test_what_diverges_is_recorded_and_never_chosen(values, tmp_path):
     assert "not finite" in record["tries"][0]["seeds"][0]["diverged"]
     assert record["chosen"] is None if len(values) == 1 else record["chosen"]["settings"] == {"lr": 1.0}
     assert tuning_rows(record)[-1] == ("lr = 1e+30", ["diverged"] * 4)
+
+
+def test_tries_that_are_trained_together_are_tries_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(bsam, "TrainStep", functools.partial(bsam.TrainStep, compile=False))
+    tuning = dataclasses.replace(read_tuning(str(write_grid(tmp_path))), grid=({"lr": [0.1, 1e30, 1.0]},))
+    (tasks,) = stack_tasks(plan_tries(tuning, tmp_path / "together").tasks, 8)
+    assert len(tasks) == 6
+    execute_tries(tasks, lambda share: None, device="cpu")
+    do_all(tuning, tmp_path / "alone")
+    together, alone = (collect_tries(tuning, tmp_path / where, "c")["tries"] for where in ("together", "alone"))
+    for ours, theirs in zip(together, alone, strict=True):
+        assert ours["settings"] == theirs["settings"]
+        assert ours["nll"] == pytest.approx(theirs["nll"], rel=1e-3)
+    assert [seed["seed"] for seed in together[1]["seeds"] if "not finite" in seed["diverged"]] == [100, 101]
 
 
 def test_the_record_is_a_table_of_the_docs(tmp_path):

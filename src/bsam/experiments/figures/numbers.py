@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from bsam.experiments.figures.data_sets import DataSets, compute_data_sets, prior_name
-from bsam.experiments.figures.logistic import METHODS, Logistic, compute_logistic
+from bsam.experiments.figures.data_sets import DataSets, compute_data_sets
+from bsam.experiments.figures.logistic import Logistic, compute_logistic
 from bsam.experiments.figures.moons import FORGETFUL, Moons, compute_moons
 from bsam.experiments.figures.objectives import (
     Neighbourhood,
@@ -25,9 +25,7 @@ from bsam.experiments.figures.relaxed import Relaxed, compute_relaxed
 from bsam.experiments.record import environment
 from bsam.theory.gaussian import Array
 
-__all__ = ["compute_numbers", "markdown"]
-
-_RELAXED = {"bayes": "Bayes, f", "relaxed": "relaxed Bayes, f**", "sampled": "f** by sampled tangents"}
+__all__ = ["compute_numbers"]
 
 
 def compute_numbers() -> dict[str, Any]:
@@ -145,37 +143,3 @@ def of_moons(result: Moons) -> dict[str, Any]:
 def _rounded(value: Array | float) -> Any:
     """To six digits: more would change from machine to machine."""
     return np.vectorize(lambda x: float(f"{x:.6g}"))(value).tolist()
-
-
-def markdown(record: dict[str, Any]) -> dict[str, str]:
-    """The tables of the page on the theory, by part of the record."""
-    part = record["logistic"]
-    head = "| method | mean confidence | separating | distance to exact | variances | by s* | by the fixed point |"
-    rows = [head, "|---|---|---|---|---|---|---|"]
-    for name, title in METHODS.items():
-        distance = part["total_variation_to_exact"].get(name)
-        columns = [part[key].get(name) for key in ("variances", "variances_by_s_star", "variances_by_fixed_point")]
-        cells = [f"{part[key][name]:.3f}" for key in ("mean_confidence", "mass_on_separating_weights")]
-        cells += ["-" if distance is None else f"{distance:.4f}", *map(_pair, columns)]
-        rows.append(f"| {title} | {' | '.join(cells)} |")
-    sets = ["| prior | data sets | SAM over | Laplace under | bSAM closest | median excess: SAM | bSAM | Laplace |"]
-    sets.append("|---|---|---|---|---|---|---|---|")
-    for row in record["data_sets"]:
-        count, over = row["num_sets"], row["overconfident"]
-        cells = [prior_name(row["prior_precision"]), f"{count}, {'' if row['separable'] else 'not '}separable"]
-        cells += [f"{share / count:.0%}" for share in (over["sam"], count - over["laplace"], row["bsam_closest"])]
-        cells += [f"{row['median_excess'][name]:+.4f}" for name in ("sam", "bsam", "laplace")]
-        sets.append(f"| {' | '.join(cells)} |")
-    relaxed = record["relaxed_bayes"]
-    others = ["| objective | variances | ELBO | gap f - f** |", "|---|---|---|---|"]
-    for name, title in _RELAXED.items():
-        cells = [_pair(relaxed["variances"][name], digits=4)]
-        cells += [f"{relaxed[key][name]:.2f}" for key in ("elbo", "elbo_gap")]
-        others.append(f"| {title} | {' | '.join(cells)} |")
-    reported = relaxed["elbo_gap_reported_by_sampled_tangents"]
-    others.append(f"| what {relaxed['num_tangents']} sampled tangents report there | | | {reported:.2f} |")
-    return {"logistic": "\n".join(rows), "data_sets": "\n".join(sets), "relaxed_bayes": "\n".join(others)}
-
-
-def _pair(values: list[float] | None, digits: int = 3) -> str:
-    return "-" if values is None else ", ".join(f"{value:.{digits}f}" for value in values)

@@ -4,7 +4,7 @@
 noise) and 5 (m-sharpness) are rows of their own; table 4 evaluates runs of table 1. `here/cifar10/ivon` is a row of
 ours that stands in the paper's tables. `digits/...` needs no download.
 
-The files are generated, see `bsam.experiments.paper.generate`.
+The files are generated, by `python -m tools.presets` in the repository.
 """
 
 from __future__ import annotations

@@ -36,11 +36,11 @@ def write_demo_page(
         rows=cells(record),
         record=record,
         reliability=[
-            (METHODS[m], draw_reliability(p, num_bins=10, label=f"Reliability diagram of {METHODS[m]}"))
+            (METHODS[m].title, draw_reliability(p, num_bins=10, label=f"Reliability diagram of {METHODS[m].title}"))
             for m, p in predictions.items()
         ],
-        moons=[(METHODS[method], _moons(method, m), _far_certainty(m)) for method, m in maps.items()],
-        settings=[(METHODS[method], _settings(result["config"])) for method, result in record["methods"].items()],
+        moons=[(METHODS[method].title, _moons(method, m), _far_certainty(m)) for method, m in maps.items()],
+        settings=[(METHODS[method].title, _settings(result["config"])) for method, result in record["methods"].items()],
         num_samples=record["methods"]["bsam"]["config"]["num_samples"],
     )
 
@@ -66,7 +66,7 @@ def _moons(method: str, result: Map) -> Markup:
         bar = axes.figure.colorbar(image, ax=axes, shrink=0.85, ticks=[0, 0.5, 1])
         bar.set_label("probability of class 1")
 
-    return Markup(draw_svg(draw, size=(4.6, 3.1), label=f"Predictions of {METHODS[method]} on two moons"))
+    return Markup(draw_svg(draw, size=(4.6, 3.1), label=f"Predictions of {METHODS[method].title} on two moons"))
 
 
 def _far_certainty(result: Map) -> str:

@@ -22,6 +22,7 @@ import bsam
 from bsam.experiments import demo
 from bsam.experiments.comparison import TABLES, TESTED_SEEDS, Block, Cell, Comparison, Mark, Row, compare
 from bsam.experiments.config import from_mapping
+from bsam.experiments.methods import METHODS
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import PAPER_SEEDS
 from bsam.experiments.record import read_json
@@ -149,7 +150,7 @@ def _line(row: Row) -> _Line:
     if row.members > 1:
         return _Line(row.label, cells, f"One ensemble of {row.members} runs")
     parts = [_count(row.seeds, "seed"), _count(row.epochs, "epoch")]
-    if row.preset and preset(row.preset).method in ("laplace", "swag", "vogn", "bsam", "ivon"):
+    if row.preset and not METHODS[preset(row.preset).method].is_point:
         parts.append(_count(row.samples, "posterior sample"))
     if row.seconds is not None:
         parts.append(f"{_duration(row.seconds)} a run")

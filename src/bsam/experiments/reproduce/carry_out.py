@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -15,31 +15,22 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bsam.experiments.methods import check_installed
+from bsam.experiments.config import Config
+from bsam.experiments.methods import METHODS
+from bsam.experiments.options import Work
 from bsam.experiments.recorded import Scale
-from bsam.experiments.reproduce.execute import execute_together
+from bsam.experiments.reproduce.execute import execute
 from bsam.experiments.reproduce.plan import Plan, Task
 from bsam.experiments.reproduce.show import scale_note
 from bsam.experiments.reproduce.timing import estimate
 from bsam.experiments.reproduce.workers import run_all, share_cores
 from bsam.experiments.runs import choose_device
+from bsam.experiments.stacks import find_stack
 
 __all__ = ["carry_out"]
 
 
-def carry_out(
-    plan: Plan,
-    scale: Scale,
-    records: Path,
-    jobs: int | None,
-    dry_run: bool,
-    data: Path | None,
-    device: str | None,
-    save_minutes: float,
-    stack_seeds: bool | None,
-    *,
-    work: Callable[..., None] = execute_together,
-) -> bool:
+def carry_out(plan: Plan, scale: Scale, records: Path, options: Work, *, work: Callable[..., None] = execute) -> bool:
     """Show the plan and run what is left of it; return whether something failed.
 
     A run that another process is at, here or on another machine, is left to that process, which is no failure.
@@ -48,29 +39,22 @@ def carry_out(
         plan: What to run.
         scale: The scale of its runs.
         records: Where records are, to estimate how long it takes.
-        jobs: Worker processes; if None one, or as many as the cores serve on the tiny scale, see `share_cores`.
-        dry_run: Stop after the plan.
-        data: Folder of the data sets.
-        device: Where to train.
-        save_minutes: Time between two checkpoints of a run.
-        stack_seeds: Whether to train the seeds of a run together; if None on CUDA.
-        work: Brings tasks to their end that differ in their seeds only.
+        options: How. The workers are one if their number is not said, or as many as the cores serve on the tiny scale,
+            see `share_cores`.
+        work: Brings tasks to their end that differ in seeds and rates only.
     """
     for task in plan.tasks:
-        check_installed(task.config)
+        METHODS[task.config.method].check_installed()
     console = Console(stderr=True)
-    jobs, threads = share_cores(jobs, small=scale == "tiny")
+    device = choose_device(options.device)
+    jobs, threads = share_cores(options.jobs, small=scale == "tiny")
     torch.set_num_threads(threads)
-    _show_plan(console, plan, scale, records, jobs, choose_device(device))
-    if dry_run or not plan.tasks:
+    _show_plan(console, plan, scale, records, jobs, device)
+    if options.dry_run or not plan.tasks:
         return False
-    if stack_seeds is None:
-        stack_seeds = choose_device(device).type == "cuda"
-    by_run: dict[object, list[Task]] = {}
-    for task in plan.tasks:
-        by_run.setdefault(task.name if stack_seeds else (task.name, task.seed), []).append(task)
-    groups = list(by_run.values())
-    bound = functools.partial(work, device=device, data=data, save_minutes=save_minutes)
+    stacked = device.type == "cuda" if options.stack_seeds is None else options.stack_seeds
+    groups = stack_tasks(plan.tasks, options.stack_size) if stacked else [[task] for task in plan.tasks]
+    bound = functools.partial(work, device=options.device, data=options.data, save_minutes=options.save_minutes)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -127,9 +111,36 @@ def carry_out(
     return bool(errors)
 
 
+def stack_tasks(tasks: Iterable[Task], size: int) -> list[list[Task]]:
+    """Tasks that are trained together: those that differ in seeds and rates only.
+
+    Seeds of one run stay together, however many they are, and so do runs that were begun together. Others are added
+    until there are `size`. Batches that are not cut evenly cannot be compiled, and are trained one by one.
+    """
+    by_run: dict[Path, list[Task]] = {}
+    for task in tasks:
+        stack, uneven = find_stack(task.folder), task.config.batch_size % task.config.splits
+        key = stack if stack != task.folder or uneven else task.folder.parent
+        by_run.setdefault(key, []).append(task)
+    groups: list[list[Task]] = []
+    latest: dict[Config, list[Task]] = {}
+    for run in by_run.values():
+        kind = run[0].config.without_rates()
+        most = 1 if kind.batch_size % kind.splits else size
+        if kind not in latest or len(latest[kind]) + len(run) > most:
+            latest[kind] = []
+            groups.append(latest[kind])
+        latest[kind] += run
+    return groups
+
+
 def _title(tasks: list[Task]) -> str:
-    seeds = " ".join(str(task.seed) for task in tasks)
-    return f"{tasks[0].name} seed{'s' if len(tasks) > 1 else ''} {seeds}"
+    by_run: dict[str, list[int]] = {}
+    for task in tasks:
+        by_run.setdefault(task.name, []).append(task.seed)
+    return ", ".join(
+        f"{name} seed{'s' if len(seeds) > 1 else ''} {' '.join(map(str, seeds))}" for name, seeds in by_run.items()
+    )
 
 
 def _show_plan(console: Console, plan: Plan, scale: Scale, records: Path, jobs: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The commands that reproduce the paper: `bsam reproduce`, `sweep`, `ablate`, `tune` and `tables`."""
+"""The commands that reproduce the paper: `bsam reproduce`, `sweep`, `ablate` and `tune`."""
 
 from __future__ import annotations
 
@@ -9,66 +9,29 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bsam.experiments.commands import Data, Device, app
+from bsam.experiments.commands import app
 from bsam.experiments.comparison import SEEDS, TABLES, compare, find_table
-from bsam.experiments.config import Precision, toml_value
+from bsam.experiments.config import toml_value
+from bsam.experiments.options import Extent, Work, taking
 from bsam.experiments.record import write_json
-from bsam.experiments.recorded import Scale
 from bsam.experiments.reproduce.carry_out import carry_out
-from bsam.experiments.reproduce.plan import find_places, make_plan, wanted_by_table
+from bsam.experiments.reproduce.plan import Places, Wanted, find_places, make_plan, wanted_by_table
 from bsam.experiments.reproduce.show import BEST_NOTE, block_table, counts_sentence, study_tables, tuning_table
 from bsam.experiments.reproduce.studies import ABLATIONS, Study, collect, refuse_to_replace, sweep_rho
 from bsam.experiments.reproduce.study_figure import draw_study
 from bsam.experiments.reproduce.tuning import TUNINGS, collect_tries, execute_tries, plan_tries, read_tuning
-from bsam.experiments.tables import pages, rewrite
-from bsam.files import write_text
 
-__all__ = ["ablate", "reproduce", "sweep", "tables", "tune"]
-
-ScaleOption = Annotated[
-    Scale,
-    typer.Option(
-        help="full: as the paper. reduced: a sixth of the epochs. tiny: on digits, in minutes, to see it work."
-    ),
-]
-Seeds = Annotated[int | None, typer.Option(min=1, help="Seeds of each run.", show_default="5, or 2 if reduced or tiny")]
-Jobs = Annotated[
-    int | None, typer.Option(min=1, help="Worker processes.", show_default="1, or as many as the cores serve if tiny")
-]
-Runs = Annotated[Path | None, typer.Option(help="Folder of the runs.", show_default="runs, or runs/SCALE")]
-Records = Annotated[
-    Path | None, typer.Option(help="Folder of the records.", show_default="results/runs, or report/tiny")
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and how long it takes, and stop.")]
-StackSeeds = Annotated[
-    bool | None,
-    typer.Option("--stack-seeds/--one-by-one", help="Train the seeds of a run together.", show_default="on CUDA"),
-]
-PrecisionOption = Annotated[
-    Precision | None,
-    typer.Option(
-        help="Of the gradients. bfloat16 is faster on GPUs, and said in the records.", show_default="the presets'"
-    ),
-]
-SaveMinutes = Annotated[float, typer.Option(min=0, help="Minutes between two checkpoints of a run.")]
+__all__ = ["ablate", "reproduce", "sweep", "tune"]
 
 
 @app.command()
+@taking(Extent)
 def reproduce(
     tables: Annotated[list[str], typer.Argument(metavar="TABLE...", help="table1 to table6, or all.")],
     block: Annotated[str | None, typer.Option(help="One block of the table, like cifar10.")] = None,
     methods: Annotated[str | None, typer.Option(help="Some methods, with commas between, like sgd,bsam.")] = None,
-    seeds: Seeds = None,
-    scale: ScaleOption = "full",
-    jobs: Jobs = None,
-    dry_run: DryRun = False,
-    records: Records = None,
-    runs: Runs = None,
-    data: Data = None,
-    device: Device = None,
-    save_minutes: SaveMinutes = 5.0,
-    stack_seeds: StackSeeds = None,
-    precision: PrecisionOption = None,
+    *,
+    options: Extent,
 ) -> None:
     """Run a table of the paper and put our numbers beside the printed ones.
 
@@ -87,11 +50,9 @@ def reproduce(
     if len(names) != 1 and (block is not None or methods is not None):
         raise ValueError("--block and --methods choose within one table: name one, like table1.")
     chosen = None if methods is None else [method.strip() for method in methods.split(",")]
-    places = find_places(scale, runs, records)
     wanted = [want for name in names for want in wanted_by_table(name, block, chosen)]
-    plan = make_plan(wanted, seeds=seeds or SEEDS[scale], scale=scale, places=places, precision=precision)
-    failed = carry_out(plan, scale, places.records, jobs, dry_run, data, device, save_minutes, stack_seeds)
-    if dry_run:
+    places, failed = _carry_out(wanted, options)
+    if options.dry_run:
         return
     console = Console()
     for name in names:
@@ -106,19 +67,11 @@ def reproduce(
 
 
 @app.command()
+@taking(Extent)
 def sweep(
     what: Annotated[str, typer.Argument(help="What is varied: rho.")],
-    seeds: Seeds = None,
-    scale: ScaleOption = "full",
-    jobs: Jobs = None,
-    dry_run: DryRun = False,
-    records: Records = None,
-    runs: Runs = None,
-    data: Data = None,
-    device: Device = None,
-    save_minutes: SaveMinutes = 5.0,
-    stack_seeds: StackSeeds = None,
-    precision: PrecisionOption = None,
+    *,
+    options: Extent,
 ) -> None:
     """Vary rho of SAM-SGD, SAM-Adam and bSAM: the paper's figure of sensitivity.
 
@@ -128,24 +81,15 @@ def sweep(
     """
     if what != "rho":
         raise ValueError(f"there is no sweep of {what!r}: write rho.")
-    options = scale, seeds, jobs, dry_run, records, runs, data, device, save_minutes, stack_seeds, precision
-    _study(sweep_rho(scale), *options)
+    _study(sweep_rho(options.scale), options)
 
 
 @app.command()
+@taking(Extent)
 def ablate(
     what: Annotated[str, typer.Argument(help=f"One of {', '.join(ABLATIONS)}.")],
-    seeds: Seeds = None,
-    scale: ScaleOption = "full",
-    jobs: Jobs = None,
-    dry_run: DryRun = False,
-    records: Records = None,
-    runs: Runs = None,
-    data: Data = None,
-    device: Device = None,
-    save_minutes: SaveMinutes = 5.0,
-    stack_seeds: StackSeeds = None,
-    precision: PrecisionOption = None,
+    *,
+    options: Extent,
 ) -> None:
     """Take bSAM apart: without noise, with more samples, more splits, the other curvature.
 
@@ -155,22 +99,16 @@ def ablate(
     """
     if what not in ABLATIONS:
         raise ValueError(f"there is no ablation of {what!r}: choose one of {', '.join(ABLATIONS)}.")
-    options = scale, seeds, jobs, dry_run, records, runs, data, device, save_minutes, stack_seeds, precision
-    _study(ABLATIONS[what](), *options)
+    _study(ABLATIONS[what](), options)
 
 
 @app.command()
+@taking(Work)
 def tune(
     what: Annotated[str, typer.Argument(help=f"One of {', '.join(TUNINGS)}, or a TOML file with a grid.")],
-    jobs: Jobs = None,
-    dry_run: DryRun = False,
     out: Annotated[Path | None, typer.Option(help="The record.", show_default="results/tuning_WHAT.json")] = None,
-    runs: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs"),
-    data: Data = None,
-    device: Device = None,
-    save_minutes: SaveMinutes = 5.0,
-    stack_seeds: StackSeeds = None,
-    precision: PrecisionOption = None,
+    *,
+    options: Work,
 ) -> None:
     """Choose settings on a part of the training data that is held out; the test data has no say.
 
@@ -179,11 +117,12 @@ def tune(
 
     [bold]bsam tune cifar10 --data data --jobs 4[/bold]
     """
+    precision, runs = options.precision, options.runs or Path("runs")
     tuning = replace(read_tuning(what), precision=precision)
     path = out or Path("results") / f"tuning_{tuning.name}.json"
     plan = plan_tries(tuning, runs)
-    failed = carry_out(plan, "full", runs, jobs, dry_run, data, device, save_minutes, stack_seeds, work=execute_tries)
-    if dry_run:
+    failed = carry_out(plan, "full", runs, options, work=execute_tries)
+    if options.dry_run:
         return
     if failed:
         raise typer.Exit(1)  # nothing is chosen from a part of the tries
@@ -198,57 +137,26 @@ def tune(
     console.print(f"Chosen: settings = {{ {settings} }}\nAll tries: {path}", highlight=False, markup=False)
 
 
-@app.command()
-def tables(
-    root: Annotated[Path, typer.Option(help="The checkout with README.md, docs and results.")] = Path(),
-    check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if a table is stale.")] = False,
-) -> None:
-    """Write the tables in README and docs anew from results/.
-
-    What stands between <!-- table: NAME --> and <!-- end --> is replaced. Example:
-
-    [bold]bsam tables --check[/bold]
-    """
-    stale = []
-    for page in pages(root):
-        text = page.read_text()
-        new = rewrite(text, root / "results")
-        if new != text:
-            stale.append(page)
-            if not check:
-                write_text(page, new)
-    for page in stale:
-        print(f"{'stale' if check else 'written'}: {page}")
-    if not stale:
-        print("All tables are as recorded.")
-    elif check:
-        raise typer.Exit(1)
+def _carry_out(wanted: list[Wanted], options: Extent) -> tuple[Places, bool]:
+    """Run what is wanted; return where its records are, and whether something failed."""
+    scale = options.scale
+    places = find_places(scale, options.runs, options.records)
+    plan = make_plan(
+        wanted, seeds=options.seeds or SEEDS[scale], scale=scale, places=places, precision=options.precision
+    )
+    return places, carry_out(plan, scale, places.records, options)
 
 
-def _study(
-    study: Study,
-    scale: Scale,
-    seeds: int | None,
-    jobs: int | None,
-    dry_run: bool,
-    records: Path | None,
-    runs: Path | None,
-    data: Path | None,
-    device: str | None,
-    save_minutes: float,
-    stack_seeds: bool | None,
-    precision: Precision | None,
-) -> None:
-    places = find_places(scale, runs, records)
-    path = places.studies / f"{study.file}.json"
+def _study(study: Study, options: Extent) -> None:
+    scale = options.scale
+    path = find_places(scale, options.runs, options.records).studies / f"{study.file}.json"
     refuse_to_replace(path, scale)
-    plan = make_plan(study.wanted, seeds=seeds or SEEDS[scale], scale=scale, places=places, precision=precision)
-    failed = carry_out(plan, scale, places.records, jobs, dry_run, data, device, save_minutes, stack_seeds)
-    if dry_run:
+    places, failed = _carry_out(study.wanted, options)
+    if options.dry_run:
         return
-    options = "" if scale == "full" else f" --scale {scale}"
-    options += "" if seeds is None else f" --seeds {seeds}"
-    record = collect(study, scale, places.records, study.command + options)
+    written = "" if scale == "full" else f" --scale {scale}"
+    written += "" if options.seeds is None else f" --seeds {options.seeds}"
+    record = collect(study, scale, places.records, study.command + written)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, record)
     console = Console()

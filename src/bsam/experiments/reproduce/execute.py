@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,22 +14,36 @@ from bsam.experiments.evaluate import evaluate, evaluation_name
 from bsam.experiments.record import read_json, write_json
 from bsam.experiments.reproduce.plan import Task
 from bsam.experiments.runs import Run, RunBusyError, holds_run
-from bsam.experiments.stacks import Stack
-from bsam.experiments.trainer import Trainer
+from bsam.experiments.stacks import Stack, find_stack
 from bsam.files import locked
 
-__all__ = ["execute", "execute_together"]
+__all__ = ["execute"]
 
 
-def execute_together(
+def _raise(task: Task, error: FloatingPointError) -> None:
+    raise error
+
+
+def execute(
     tasks: Sequence[Task],
     report: Callable[[float], None],
     *,
     device: str | None = None,
     data: Path | None = None,
     save_minutes: float = 5.0,
+    on_divergence: Callable[[Task, FloatingPointError], None] = _raise,
 ) -> None:
-    """Bring tasks to their end that differ in their seeds only; trained together, unless some have begun alone.
+    """Bring tasks to their end that differ in seeds and rates only.
+
+    Args:
+        tasks: What to do. Those that have not begun are trained together; a run that is in its folder goes on from its
+            checkpoint, with those that it was begun with.
+        report: Called with the share of training that is done.
+        device: Where to train and evaluate.
+        data: Folder of the data sets.
+        save_minutes: Time between two checkpoints.
+        on_divergence: Called with a task that diverged, when all others are done. Raises the error if nothing else is
+            said.
 
     Raises:
         RunBusyError: Another process, here or on another machine, is at one of them.
@@ -39,69 +55,59 @@ def execute_together(
                 locks.enter_context(locked(task.folder.with_name(f".{task.folder.name}.lock"), wait=False))
             except BlockingIOError:
                 raise RunBusyError(f"another process is at the run in {task.folder}.") from None
-        _execute_together(tasks, report, device=device, data=data, save_minutes=save_minutes)
+        errors = _train(tasks, report, device, data, save_minutes)
+        done: list[Task] = []
+        for task in tasks:
+            if task.folder.resolve() not in errors:
+                try:
+                    _evaluate(task, device, data)
+                    done.append(task)
+                except FloatingPointError as error:
+                    errors[task.folder.resolve()] = error
+        for name, count in Counter(task.name for task in done).items():
+            if count > 1:
+                first = next(task for task in done if task.name == name)
+                record, runs = first.record.with_name("ensemble.json"), first.folder.parent
+                write_ensemble(record, runs, first.part, preset=first.preset, scale=first.scale, config=first.config)
+        for task in tasks:
+            if task.folder.resolve() in errors:
+                on_divergence(task, errors[task.folder.resolve()])
 
 
-def _execute_together(
-    tasks: Sequence[Task],
-    report: Callable[[float], None],
-    *,
-    device: str | None,
-    data: Path | None,
-    save_minutes: float,
-) -> None:
-    folder = tasks[0].folder.parent
+def _train(
+    tasks: Sequence[Task], report: Callable[[float], None], device: str | None, data: Path | None, save_minutes: float
+) -> dict[Path, FloatingPointError]:
+    """Train all that is not trained; return what went wrong in runs that diverged, by their folders."""
     begun = [task for task in tasks if holds_run(task.folder)]
-    if len(tasks) > 1 and (not begun or (folder / "stack.toml").exists()):
-        if begun:
-            stack = Stack.resume(folder, device=device, data=data)
-            if stack.runs[0].config != tasks[0].config:
-                raise ValueError(f"{folder} holds runs with other settings: move it away, or choose another --runs.")
-        else:
-            seeds = [task.seed for task in tasks]
-            preset = tasks[0].preset
-            stack = Stack.start(folder, tasks[0].config, seeds, preset=preset, device=device, data=data)
-        if not stack.finished:
-            epochs = tasks[0].config.total_epochs
-            stack.train(every_minutes=save_minutes, on_step=lambda trainer: report(trainer.progress / epochs))
-    for task in tasks:
-        execute(task, report, device=device, data=data, save_minutes=save_minutes)
-    if len(tasks) > 1:
-        first = tasks[0]
-        record = first.record.with_name("ensemble.json")
-        write_ensemble(record, folder, first.part, preset=first.preset, scale=first.scale, config=first.config)
-
-
-def execute(
-    task: Task,
-    report: Callable[[float], None],
-    *,
-    device: str | None = None,
-    data: Path | None = None,
-    save_minutes: float = 5.0,
-) -> None:
-    """Bring a task to its end.
-
-    Args:
-        task: What to do. A run that is in its folder goes on from its checkpoint.
-        report: Called with the share of training that is done.
-        device: Where to train and evaluate.
-        data: Folder of the data sets.
-        save_minutes: Time between two checkpoints.
-    """
-    run_record = task.folder / "record.json"
-    if holds_run(task.folder):
-        run = Run.resume(task.folder, device=device, data=data)
+    for task in begun:
+        run = Run.read(task.folder)
         if run.config != task.config or run.seed != task.seed:
             raise ValueError(f"{task.folder} holds a run with other settings: move it away, or choose another --runs.")
-    else:
-        run = Run.start(task.folder, task.config, task.seed, preset=task.preset, device=device, data=data)
-    if not (run.finished and run_record.exists()):
+    new = [Run(task.folder, task.config, task.seed, task.preset) for task in tasks if task not in begun]
+    resume = functools.partial(Stack.resume, device=device, data=data)
+    queue = deque(functools.partial(resume, folder) for folder in dict.fromkeys(find_stack(t.folder) for t in begun))
+    if new:
+        queue.append(functools.partial(Stack.start, new, device=device, data=data))
+    errors: dict[Path, FloatingPointError] = {}
+    while queue:
+        stack = queue.popleft()()
+        if stack.finished:
+            continue
+        try:
+            stack.train(every_minutes=save_minutes, on_step=lambda t: report(t.progress / t.config.total_epochs))
+            continue
+        except FloatingPointError as error:
+            found = error.with_traceback(None)  # which would keep the step, and what it has on the device
+        if len(stack.runs) > 1:
+            queue.extend(functools.partial(resume, folder) for folder in stack.part())
+        else:
+            errors[stack.runs[0].folder.resolve()] = found
+    return errors
 
-        def show(trainer: Trainer) -> None:
-            report(trainer.progress / task.config.total_epochs)
 
-        run.train(every_minutes=save_minutes, on_step=show)
+def _evaluate(task: Task, device: str | None, data: Path | None) -> None:
+    """Make the evaluations that are missing, and publish the record."""
+    run_record = task.folder / "record.json"
     done = read_json(run_record)["evaluations"].get(task.part, {})
     for temperature in (None, *task.temperatures):
         counts = [count for count, at in task.evaluations if at == temperature]

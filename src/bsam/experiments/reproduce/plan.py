@@ -9,7 +9,7 @@ from typing import Any
 
 from bsam.experiments.comparison import find_table
 from bsam.experiments.config import Config, Precision, override
-from bsam.experiments.methods import POINTS
+from bsam.experiments.methods import METHODS
 from bsam.experiments.paper.beyond import all_tables, beyond, own_precision
 from bsam.experiments.recorded import Recorded, Scale, recorded, same_run
 from bsam.experiments.reproduce.scales import scaled
@@ -184,7 +184,7 @@ def make_plan(
                 samples=counts,
                 folder=places.runs / name / f"seed{seed}",
                 record=places.records / name / f"seed{seed}.json",
-                **(later if scale == "full" and config.method not in POINTS else {}),
+                **(later if scale == "full" and not METHODS[config.method].is_point else {}),
             )
             done = seed in found and all(str(count) in found[seed].test for count in counts)
             (there if done else left).append(task)

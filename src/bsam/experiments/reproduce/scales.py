@@ -29,7 +29,7 @@ def scaled(name: str, scale: Scale) -> Config:
         case "reduced":
             return shrunk(config, REDUCTION)
         case "tiny":
-            epochs, swag_epochs = _TINY_SWAG if config.method == "swag" else (_TINY_EPOCHS, 0)
+            epochs, swag_epochs = _TINY_SWAG if config.swag_epochs else (_TINY_EPOCHS, 0)
             return replace(
                 preset(f"digits/{config.method}"),
                 epochs=epochs,

@@ -1,35 +1,29 @@
-"""Comparisons and studies as tables: for the terminal, and in Markdown for README and docs."""
+"""Comparisons and studies as tables for the terminal."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from bsam.experiments.comparison import MARKS, Block, Cell, Comparison, Mark, Row, values_of
+from bsam.experiments.comparison import Block, Cell, Comparison, Mark, values_of
 from bsam.experiments.demo import DIGITS
 from bsam.experiments.paper.beyond import settings_line
-from bsam.experiments.paper.margins import margins
 
 __all__ = [
     "BEST_NOTE",
     "TITLES",
-    "block_markdown",
     "block_table",
-    "comparison_markdown",
-    "counts_markdown",
+    "cell_lines",
     "counts_sentence",
-    "margins_markdown",
     "number",
+    "point_rows",
     "scale_note",
     "scale_notes",
     "settings_notes",
-    "study_markdown",
     "study_tables",
-    "tuning_markdown",
     "tuning_rows",
     "tuning_sentence",
     "tuning_table",
@@ -80,22 +74,12 @@ def counts_sentence(counts: dict[Mark, int]) -> str:
     return f"Of {sum(counts.values())} printed numbers: {', '.join(found)}."
 
 
-def _lines(cell: Cell) -> tuple[str, str, str]:
+def cell_lines(cell: Cell) -> tuple[str, str, str]:
     """Ours, the paper's, and what to think of it."""
     difference = "" if cell.difference is None else f"{cell.difference:+.{DIGITS[cell.metric]}f} "
     if cell.published is None:  # a row of ours
         return number(cell.metric, cell.mean, cell.sd), "—", ""
     return number(cell.metric, cell.mean, cell.sd), cell.published.printed, f"{difference}{cell.mark}"
-
-
-def _extent(row: Row) -> str:
-    if row.members > 1:
-        return f"one ensemble, {row.epochs} epochs"
-    seeds = f"{row.seeds} seed{'' if row.seeds == 1 else 's'}"
-    return f"{seeds}, {row.epochs} epochs" if row.epochs is not None else ""
-
-
-# ------------------------------------------------------------------ terminal
 
 
 def block_table(comparison: Comparison, block: Block) -> Table:
@@ -111,7 +95,7 @@ def block_table(comparison: Comparison, block: Block) -> Table:
     for title in TITLES.values():
         table.add_column(title, justify="right", no_wrap=True)
     for row in block.rows:
-        ours, paper, verdicts = zip(*(_lines(cell) for cell in row.cells), strict=True)
+        ours, paper, verdicts = zip(*(cell_lines(cell) for cell in row.cells), strict=True)
         bold = [f"[bold]{text}[/bold]" if cell.best else text for text, cell in zip(ours, row.cells, strict=True)]
         table.add_row(row.label, *bold)
         table.add_row("[dim]paper[/dim]", *paper)
@@ -126,13 +110,14 @@ def study_tables(record: dict[str, Any]) -> list[Table]:
         table = Table(title=f"{record['title']}: {curve['label']}", box=box.SIMPLE, padding=(0, 1, 0, 0))
         for title in (record["x"], *TITLES.values()):
             table.add_column(title, justify="right", no_wrap=True)
-        for row in _points(curve):
+        for row in point_rows(curve):
             table.add_row(*row)
         tables.append(table)
     return tables
 
 
-def _points(curve: dict[str, Any]) -> list[list[str]]:
+def point_rows(curve: dict[str, Any]) -> list[list[str]]:
+    """The rows of a curve: where on the axis, and each metric there."""
     metrics = curve["metrics"]
     return [[str(x), *(number(name, *metrics[name][i]) for name in TITLES)] for i, x in enumerate(curve["x"])]
 
@@ -169,83 +154,3 @@ def tuning_sentence(record: dict[str, Any]) -> str:
     size = f"{record['epochs']} epochs, {seeds} seed{'' if seeds == 1 else 's'}"
     part = f"{record['validation']:,} training examples that were held out"
     return f"{len(record['tries'])} settings, each with {size}, rated on {part}; chosen is {record['rule']}"
-
-
-# ------------------------------------------------------------------ Markdown
-
-
-_HEAD = (f"| method | {' | '.join(TITLES.values())} |", f"|---{'|---' * len(TITLES)}|")
-
-
-def comparison_markdown(comparison: Comparison) -> str:
-    """The blocks of a table: ours, the paper's, difference and mark in each cell."""
-    parts = [counts_sentence(comparison.counts)]
-    for block in comparison.blocks:
-        parts.append(f"**{block.title}**")
-        if not any(row.seeds for row in block.rows):
-            parts.append(f"Not recorded yet: `bsam reproduce {comparison.table} --block {block.name}`.")
-            continue
-        lines = [*_HEAD]
-        for row in block.rows:
-            name = f"{row.label}<br>{_extent(row)}" if row.seeds else row.label
-            lines.append(f"| {name} | {' | '.join(_markdown(cell) for cell in row.cells)} |")
-        parts.append("\n".join(lines))
-        parts += scale_notes(block) + settings_notes(block)
-    return "\n\n".join(parts)
-
-
-def counts_markdown(comparisons: list[Comparison]) -> str:
-    """How many numbers of each table, and of all, have which mark."""
-    names = [f"{comparison.table.replace('table', 'table ')}: {comparison.title}" for comparison in comparisons]
-    counts = [comparison.counts for comparison in comparisons]
-    total = {mark: sum(each[mark] for each in counts) for mark in MARKS}
-    lines = [f"| | numbers | {' | '.join(MARKS)} |", f"|---|---{'|---' * len(MARKS)}|"]
-    for name, each in [*zip(names, counts, strict=True), ("all", total)]:
-        lines.append(f"| {name} | {sum(each.values())} | {' | '.join(map(str, each.values()))} |")
-    return "\n".join(lines)
-
-
-def margins_markdown(comparisons: list[Comparison]) -> str:
-    """The margin of each block."""
-    lines = [f"| block | {' | '.join(title[:-2] for title in TITLES.values())} |", f"|---{'|---' * len(TITLES)}|"]
-    for comparison in comparisons:
-        for block in comparison.blocks:
-            found = margins()[comparison.table][block.name]
-            name = f"{comparison.table.replace('table', 'table ')}, {block.title}"
-            lines.append(f"| {name} | {' | '.join(f'{found[metric]:g}' for metric in TITLES)} |")
-    return "\n".join(lines)
-
-
-def block_markdown(block: Block) -> str:
-    """What is recorded of one block in short: in each cell ours, and the paper's."""
-    lines = [*_HEAD]
-    for row in block.rows:
-        if row.seeds and row.scale == "full":
-            cells = [(*_lines(cell)[:2], cell.best) for cell in row.cells]
-            shown = [f"{f'**{ours}**' if best else ours}<br>*{printed}*" for ours, printed, best in cells]
-            lines.append(f"| {row.label} | {' | '.join(shown)} |")
-    if len(lines) == len(_HEAD):
-        return "Not recorded yet."
-    recorded = replace(block, rows=tuple(row for row in block.rows if row.seeds))
-    return "\n\n".join(["\n".join(lines), *settings_notes(recorded)])
-
-
-def _markdown(cell: Cell) -> str:
-    ours, *rest = filter(None, _lines(cell))
-    return "<br>".join([f"**{ours}**" if cell.best else ours, *rest])
-
-
-def tuning_markdown(record: dict[str, Any]) -> str:
-    """The tries of `bsam tune`; the chosen one is bold."""
-    lines = [f"{tuning_sentence(record)}.", "", f"| settings | {' | '.join(TITLES.values())} |", "|---" * 5 + "|"]
-    for i, (settings, row) in enumerate(tuning_rows(record)):
-        lines.append(f"| {f'**{settings}**' if i == 0 and record['chosen'] else settings} | {' | '.join(row)} |")
-    return "\n".join(lines)
-
-
-def study_markdown(record: dict[str, Any]) -> str:
-    """A sweep or an ablation."""
-    lines = [f"| | {record['x']} | {' | '.join(TITLES.values())} |", f"|---|---{'|---' * len(TITLES)}|"]
-    lines += [f"| {' | '.join([curve['label'], *row])} |" for curve in record["series"] for row in _points(curve)]
-    note = scale_note(record["scale"])
-    return "\n".join([*lines, *(["", note] if note else [])])

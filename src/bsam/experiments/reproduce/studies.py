@@ -66,8 +66,8 @@ def sweep_rho(scale: Scale) -> Study:
             for x, rho in zip(grid, names, strict=True)
         )
 
-    series = {METHODS[method]: points(method, 1) for method in ("sam-sgd", "sam-adam")}
-    series[f"{METHODS['bsam']}, at {_RHO_FACTOR} ρ"] = points("bsam", _RHO_FACTOR)
+    series = {METHODS[method].title: points(method, 1) for method in ("sam-sgd", "sam-adam")}
+    series[f"{METHODS['bsam'].title}, at {_RHO_FACTOR} ρ"] = points("bsam", _RHO_FACTOR)
     return Study("sweep_rho", "bsam sweep rho", "rho", "Sensitivity to ρ", "ρ", series)
 
 
@@ -90,7 +90,9 @@ def _samples() -> Study:
 
 def _splits() -> Study:
     series = {
-        METHODS[method]: tuple(Point(m, Wanted(f"table5/cifar100/{method}-{m}", (PAPER_SAMPLES,))) for m in _SPLITS)
+        METHODS[method].title: tuple(
+            Point(m, Wanted(f"table5/cifar100/{method}-{m}", (PAPER_SAMPLES,))) for m in _SPLITS
+        )
         for method in ("bsam", "sam-sgd")
     }
     return Study("ablate_splits", "bsam ablate splits", "splits", "m-sharpness", "splits", series)

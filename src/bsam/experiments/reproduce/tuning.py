@@ -22,7 +22,7 @@ from bsam.experiments.evaluate import evaluation_name
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import METRICS
 from bsam.experiments.record import read_json, write_json
-from bsam.experiments.reproduce.execute import execute_together
+from bsam.experiments.reproduce.execute import execute
 from bsam.experiments.reproduce.plan import Plan, Task
 from bsam.experiments.reproduce.scales import shrunk
 
@@ -127,12 +127,12 @@ def _task(tuning: Tuning, options: dict[str, Any], config: Config, seed: int, ru
 
 
 def execute_tries(tasks: Sequence[Task], report: Callable[[float], None], **options: Any) -> None:
-    """As `execute_together`; that a try diverged is its outcome and no error."""
-    try:
-        execute_together(tasks, report, **options)
-    except FloatingPointError as error:
-        for task in tasks:
-            write_json(task.folder / "diverged.json", {"diverged": str(error)})
+    """As `execute`; that a try diverged is its outcome and no error."""
+    execute(tasks, report, on_divergence=_note, **options)
+
+
+def _note(task: Task, error: FloatingPointError) -> None:
+    write_json(task.folder / "diverged.json", {"diverged": str(error)})
 
 
 def _outcome(task: Task, temperature: float | None) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Makes the presets of the paper's settings: `python -m bsam.experiments.paper.generate` writes `presets/` anew.
+"""Makes the presets of the paper's settings: `python -m tools.presets` writes their files anew.
 
 settings.toml has what the paper prints, row by row; this file adds what it says once for all rows. beyond.toml has rows
 of ours.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import tomllib
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from bsam.experiments.config import from_mapping, to_toml
@@ -34,7 +35,7 @@ _NAMES = {
 
 def settings() -> dict[str, Any]:
     """The paper's settings as printed, by block."""
-    return tomllib.loads((files("bsam.experiments.paper") / "settings.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((Path(__file__).parent / "settings.toml").read_text(encoding="utf-8"))
 
 
 def generate() -> dict[str, str]:
@@ -42,7 +43,7 @@ def generate() -> dict[str, str]:
     texts = {}
     for source, presets in {"settings.toml": _paper(), "demo.toml": _digits(), "beyond.toml": _beyond()}.items():
         for name, (title, values) in presets.items():
-            origin = f"Generated from {source} by python -m bsam.experiments.paper.generate"
+            origin = f"Generated from {source} by python -m tools.presets"
             texts[name] = f"# {title}\n# {origin}.\n{to_toml(from_mapping(values))}"
     return texts
 
@@ -62,7 +63,9 @@ def _paper() -> dict[str, tuple[str, Values]]:
             if method == "bsam":
                 values["perturb_from"] = "sample"
                 values |= {"augmentation_factor": 4.0} if content.get("augment") else {}
-            title = f"The paper's table {table}, {data}, row {METHODS[method]}; settings: table {printed}, same row."
+            title = (
+                f"The paper's table {table}, {data}, row {METHODS[method].title}; settings: table {printed}, same row."
+            )
             presets[f"{block}/{method}"] = title, values
         if swag is not None:
             title = f"The paper's table {table}, {data}, row SWAG; settings: table {printed}, row SGD, and appendix G."
@@ -77,7 +80,8 @@ def _paper() -> dict[str, tuple[str, Values]]:
     for splits in (1, 2, 4, 8, 16):
         for method in ("bsam", "sam-sgd"):
             values = {**presets[f"table1/cifar100/{method}"][1], "splits": splits}
-            title = f"The paper's table 5 (m-sharpness), {METHODS[method]}, m = {splits}; settings: table 7, CIFAR-100."
+            row = f"{METHODS[method].title}, m = {splits}"
+            title = f"The paper's table 5 (m-sharpness), {row}; settings: table 7, CIFAR-100."
             presets[f"table5/cifar100/{method}-{splits}"] = title, values
     # The paper prints N delta = 10 and 2 for the augmented runs, the authors' later code has four times as much.
     for name in ("cifar10", "cifar100", "cifar10-resnet18", "cifar100-resnet18"):
@@ -93,7 +97,7 @@ def _digits() -> dict[str, tuple[str, Values]]:
     shared, rows = _demo()
     return {
         f"digits/{method}": (
-            f"Not in the paper: {METHODS[method]} of `bsam demo`.",
+            f"Not in the paper: {METHODS[method].title} of `bsam demo`.",
             {**shared, "method": method, **row},
         )
         for method, row in rows.items()
@@ -117,7 +121,7 @@ def _beyond() -> dict[str, tuple[str, Values]]:
         changes = row["settings"]
         method = changes.get("method", "bsam")
         if "table" not in row:
-            presets[name] = f"Not in the paper: {METHODS[method]} on digits.", {**_demo()[0], **changes}
+            presets[name] = f"Not in the paper: {METHODS[method].title} on digits.", {**_demo()[0], **changes}
             continue
         block = f"{row['table']}/{row['block']}"
         base = paper[f"{block}/{method}"][1] if f"{block}/{method}" in paper else _shared(block)

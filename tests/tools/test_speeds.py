@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bsam.experiments import speeds
+from tools import speeds
 
 
 @pytest.fixture

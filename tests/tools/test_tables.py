@@ -6,8 +6,8 @@ import pytest
 
 from bsam.experiments.paper.margins import margins
 from bsam.experiments.paper.results import METRICS, paper_tables
-from bsam.experiments.tables import render, rewrite
 from tests.experiments.reproduce.records import write_record
+from tools.tables import main, render, rewrite
 
 
 def test_what_is_between_the_marks_is_replaced_and_nothing_else(tmp_path):
@@ -86,3 +86,23 @@ def test_studies_say_their_scale(tmp_path):
 def test_bad_marks_are_refused(text, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         rewrite(text, tmp_path)
+
+
+def test_tables_are_checked_and_written(tmp_path, capsys):
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "page.md"
+    (tmp_path / "README.md").write_text("nothing to fill in\n")
+    page.write_text("before\n<!-- table: table4 -->\nold\n<!-- end -->\nafter\n")
+    root = ["--root", str(tmp_path)]
+    assert main(["--check", *root]) == 1
+    assert capsys.readouterr().out == f"stale: {page}\n"
+    assert "old" in page.read_text()
+    assert main(root) == 0
+    assert capsys.readouterr().out == f"written: {page}\n"
+    assert "old" not in page.read_text()
+    counts = "Of 20 printed numbers: 0 equal, 0 better, 0 worse, 0 open, 20 not run."
+    assert page.read_text().startswith(
+        f"before\n<!-- table: table4 -->\n{counts}\n\n**bSAM, ResNet-20-FRN on CIFAR-10**\n"
+    )
+    assert page.read_text().endswith("\n<!-- end -->\nafter\n")
+    assert main(["--check", *root]) == 0

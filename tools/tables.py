@@ -1,4 +1,6 @@
-"""Tables in README and docs, written from the records in `results/`: what stands between two marks is generated.
+"""Tables in README and docs, written from the records in `results/` by `python -m tools.tables`.
+
+What stands between two marks is generated:
 
 <!-- table: demo -->
 ...
@@ -7,22 +9,27 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from bsam.experiments import demo, speeds
 from bsam.experiments.comparison import TABLES, compare
 from bsam.experiments.record import read_json
-from bsam.experiments.reproduce.show import (
+from bsam.files import write_text
+from tools import speeds
+from tools.markdown import (
     block_markdown,
     comparison_markdown,
     counts_markdown,
+    demo_markdown,
     margins_markdown,
     study_markdown,
     tuning_markdown,
 )
 
-__all__ = ["pages", "render", "rewrite"]
+__all__ = ["main", "pages", "render", "rewrite"]
 
 _STUDIES = ("sweep_rho", "ablate_noise", "ablate_samples", "ablate_splits", "ablate_curvature")
 _TUNINGS = ("tuning_cifar10", "tuning_cifar10_60")
@@ -55,7 +62,7 @@ def render(name: str, results: Path) -> str:
     if name in _OF_ALL_TABLES:
         return _OF_ALL_TABLES[name]([compare(each, results / "runs") for each in TABLES])
     if name == "demo":
-        return demo.markdown(read_json(results / "demo.json"))
+        return demo_markdown(read_json(results / "demo.json"))
     if name == "speeds":
         return speeds.markdown(results)
     if name in (*_STUDIES, *_TUNINGS):
@@ -79,3 +86,28 @@ def rewrite(text: str, results: Path) -> str:
         parts += [text[position : begin.end()], f"\n{render(begin.group(1), results)}"]
         position = end
     return "".join([*parts, text[position:]])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the tables anew, or say which are stale; the exit status is 1 if some are."""
+    parser = argparse.ArgumentParser(prog="python -m tools.tables", description=main.__doc__)
+    parser.add_argument("--root", type=Path, default=Path(), help="the checkout with README.md, docs and results")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is stale")
+    options = parser.parse_args(arguments)
+    stale = []
+    for page in pages(options.root):
+        text = page.read_text()
+        new = rewrite(text, options.root / "results")
+        if new != text:
+            stale.append(page)
+            if not options.check:
+                write_text(page, new)
+    for page in stale:
+        print(f"{'stale' if options.check else 'written'}: {page}")
+    if not stale:
+        print("All tables are as recorded.")
+    return int(bool(stale) and options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""For the developers of this repository: not part of the package."""
