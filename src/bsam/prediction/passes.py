@@ -35,7 +35,8 @@ class Passes:
     """Runs a model on batches at each sample of its weights.
 
     The model holds the posterior's mean or, after a loop, some sample: only weights that are sampled are written or
-    handed in.
+    handed in. The arguments are those of `predict`, and `room`: how many bytes the weights and outputs of one chunk may
+    take, by default what the device has.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Passes:
         device: torch.device,
         recalibrate: Iterable[Any] | None,
         compile: bool = False,
+        room: int | None = None,
     ) -> None:
         self._model = OutputModel(model, forward)
         self._posterior, self._num_samples, self._seed, self._device = posterior, num_samples, seed, device
@@ -74,7 +76,7 @@ class Passes:
         vectorised = compile or _launch_bound(device) if vectorise is None else vectorise
         self.computed_by = "mean" if not self._parameters else "vmap" if vectorised else "loop"
         self._forced = vectorise is True
-        self._compile = compile
+        self._compile, self._room = compile, room
         self._checked = False
 
     def average(self, inputs: Any, start: Callable[[], Average]) -> dict[str, Tensor | None]:
@@ -125,7 +127,7 @@ class Passes:
         finally:
             for hook in hooks:
                 hook.remove()
-        room = _room(self._device)
+        room = _room(self._device) if self._room is None else self._room
         most = room // max(1, self._weight_bytes + _OUTPUTS_AT_ONCE * largest)
         most = min(most, _MOST) if self._compile else most
         self._chunk, self._fits = _share(self._num_samples, max(1, most)), True
