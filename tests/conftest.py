@@ -28,3 +28,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.browser)
+
+
+def pytest_make_parametrize_id(val, argname):
+    """Name long bytes by their argument: an archive holds the time, and all processes must give a test one name."""
+    return argname if isinstance(val, bytes) and len(val) > 20 else None
