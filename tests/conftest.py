@@ -11,6 +11,23 @@ import torch
 
 torch.set_num_threads(1)
 
+SLOW = {
+    "test_a_block_is_planned_run_recorded_compared_and_not_run_again",
+    "test_a_kill_while_the_settings_are_written_leaves_the_folder_free",
+    "test_a_killed_worker_costs_nothing_but_time",
+    "test_a_run_learns_and_records_what_it_did",
+    "test_a_write_that_the_system_cuts_off_keeps_the_last_checkpoint",
+    "test_compiled_gradients_of_a_pack",
+    "test_compiled_runs_together_are_each_alone",
+    "test_evaluations_at_once_are_all_recorded",
+    "test_killed_at_random_moments_it_ends_as_if_nothing_had_happened",
+    "test_predictions_are_made_once",
+    "test_runs_that_end_together_leave_the_record_of_their_ensemble",
+    "test_the_command_tries_all_and_writes_one_record",
+    "test_the_tables_of_the_pages_are_those_of_the_records",
+}
+"""Tests that take longer than 10 s on one core, by name: they are marked `slow`."""
+
 
 @pytest.fixture(autouse=True)
 def _seeded():
@@ -24,8 +41,10 @@ def _wide_terminal(monkeypatch):
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the tests that look at pages in a browser."""
+    """Mark the tests that take long, and those that look at pages in a browser."""
     for item in items:
+        if getattr(item, "originalname", None) in SLOW:
+            item.add_marker(pytest.mark.slow)
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.browser)
 
