@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo report test lint types docs tables format clean
+.PHONY: demo report test quick test-browser lint types docs tables format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt tests/requirements-no-deps.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bsam needs Python 3.11 or newer, this is " + sys.version)'
@@ -20,7 +21,13 @@ report: $(VENV)/.installed  ## write report/paper.html from the records in resul
 	$(BIN)/bsam report
 
 test: $(VENV)/.installed  ## run the tests, the code in README and docs, and the doctests
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not browser"
+
+quick: $(VENV)/.installed  ## run what takes about a minute on two cores: the library without engine and experiments
+	$(PYTEST) -m "not slow and not browser" tests/optim tests/posterior tests/theory tests/test_*.py
+
+test-browser: $(VENV)/.installed  ## run the tests that look at pages in Chromium
+	$(BIN)/python -m pytest -m browser tests
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -17,6 +17,10 @@ from tests.optimizers import METHODS
 
 STEPS = 6
 
+# The ranks are forked from a process of their own, which imports this module, and what torch imports in a first step,
+# once; a fresh start of each would be most of the time.
+mp.get_context("forkserver").set_forkserver_preload([__name__, "torch._dynamo"])
+
 
 class Net(nn.Module):
     """Has BatchNorm, and a parameter that only the second rank's examples reach."""
@@ -72,6 +76,11 @@ def result(model, optimizer, losses):
     }
 
 
+def start_ranks(function, arguments):
+    """Run `function(rank, *arguments)` in two processes."""
+    mp.start_processes(function, arguments, nprocs=2, start_method="forkserver")
+
+
 def leave():
     """End this rank, whose work is saved, without the interpreter's clean-up: gloo's threads may abort in it."""
     dist.barrier()
@@ -94,7 +103,7 @@ def run_rank(rank, kind, policy, folder, sizes):
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_two_ranks_of_two_splits_are_one_rank_of_four(kind, tmp_path):
-    mp.spawn(run_rank, (kind, "first_split", str(tmp_path), (12, 12)), nprocs=2)
+    start_ranks(run_rank, (kind, "first_split", str(tmp_path), (12, 12)))
     torch.manual_seed(0)
     model = network(kind)
     optimizer = make(kind, model, splits=4)
@@ -107,7 +116,7 @@ def test_two_ranks_of_two_splits_are_one_rank_of_four(kind, tmp_path):
 
 def test_ranks_count_by_their_examples_and_stay_equal(tmp_path):
     """9 + 15 examples: every rank ends with the same weights, and the loss is the mean over all 24."""
-    mp.spawn(run_rank, ("BSAM", "all", str(tmp_path), (9, 15)), nprocs=2)
+    start_ranks(run_rank, ("BSAM", "all", str(tmp_path), (9, 15)))
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
@@ -127,7 +136,7 @@ def run_poisoned_rank(rank, folder):
 
 
 def test_a_number_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_path):
-    mp.spawn(run_poisoned_rank, (str(tmp_path),), nprocs=2)
+    start_ranks(run_poisoned_rank, (str(tmp_path),))
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert first["skipped"] == second["skipped"] == 1
     assert torch.equal(first["weight"], second["weight"])
@@ -151,7 +160,7 @@ def run_ddp_rank(rank, folder):
 
 def test_a_ddp_wrapped_model_without_a_group_is_one_big_batch(tmp_path):
     """backward() of the wrapped model averages over ranks; the noise is the same on each."""
-    mp.spawn(run_ddp_rank, (str(tmp_path),), nprocs=2)
+    start_ranks(run_ddp_rank, (str(tmp_path),))
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()
     optimizer = bsam.BSAM(model.parameters(), num_data=24, lr=0.2)

@@ -21,7 +21,9 @@ from bsam.executor import Executor
 from bsam.files import write_file
 from bsam.posterior import DiagonalGaussian, PointMass
 from bsam.prediction import GaussianPredictions, Predictions, passes, predict
-from bsam.prediction.passes import _PROGRAMS
+from bsam.prediction.averages import average_for
+from bsam.prediction.passes import _PROGRAMS, Passes
+from bsam.prediction.predict import at_mean, collect
 
 D, K = 4, 3
 
@@ -323,6 +325,16 @@ def watch_chunks(monkeypatch, too_large=lambda chunks: False):
     return chunks
 
 
+def predict_within(room, model, posterior, batches, **options):
+    """As `predict` with vectorise=True, where the weights and outputs of one chunk may take `room` bytes."""
+    settings = {"forward": None, "seed": 0, "chunk": None, "recalibrate": None} | options
+    with at_mean(model, posterior) as device:
+        run = Passes(model, posterior, vectorise=True, device=device, room=room, **settings)
+        start = average_for("categorical", None)
+        rows = collect(batches, device, lambda inputs, labels: run.average(inputs, lambda: start(labels)))
+    return Predictions(**rows, num_samples=options["num_samples"], seed=0, computed_by=run.computed_by)
+
+
 def test_chunk_is_chosen_by_memory(monkeypatch):
     model, x = seeded(mlp), vectors(5)
     q = gaussian(model)
@@ -335,25 +347,22 @@ def test_chunk_is_chosen_by_memory(monkeypatch):
     size = sum(p.numel() * 8 for p in model.parameters()) + 4 * max(sizes)
     seen = watch_chunks(monkeypatch)
     for room, chunks in ((5 * size, [5]), (3 * size - 1, [2, 2, 1]), (0, [1] * 5)):
-        monkeypatch.setattr(passes, "_room", lambda device, room=room: room)
         seen.clear()
-        assert_close(everything, predict(model, q, x, num_samples=5, vectorise=True))
+        assert_close(everything, predict_within(room, model, q, [x], num_samples=5))
         assert seen == chunks
 
 
 @pytest.mark.parametrize(("room", "draws"), [(10**6, 100), (0, 300)])
 def test_samples_in_several_chunks_are_drawn_once_if_there_is_room_for_them(room, draws, monkeypatch):
-    """12 vectors are three batches, and a pass over one is taken to need much of the room."""
-    monkeypatch.setattr(passes, "_OUTPUTS_AT_ONCE", 1000)
-    model, x = seeded(mlp), vectors(12)
+    """The 1,200 vectors are three batches, and a pass over one needs much of the room."""
+    model, x = seeded(mlp), vectors(1200)
     q = gaussian(model)
     expected = predict(model, q, x, num_samples=100, vectorise=False)
     drawn = []
     sample = q.sample
     monkeypatch.setattr(q, "sample", lambda generator: drawn.append(1) or sample(generator))
-    monkeypatch.setattr(passes, "_room", lambda device: room)
     seen = watch_chunks(monkeypatch)
-    assert_close(expected, predict(model, q, x, num_samples=100, batch_size=4, vectorise=True))
+    assert_close(expected, predict_within(room, model, q, x.split(400), num_samples=100))
     assert max(seen) < 100
     assert sum(seen) == 300
     assert len(drawn) == draws
@@ -383,8 +392,7 @@ def test_samples_that_were_kept_make_room_before_it_gives_up(monkeypatch):
     everything = predict(model, q, x, num_samples=3)
     tried = watch_chunks(monkeypatch, too_large=lambda chunks: len(chunks) == 1)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    monkeypatch.setattr(passes, "_room", lambda device: 6 * weights)  # for three samples, and one pass
-    result = predict(model, q, x, num_samples=3, batch_size=500, vectorise=True)
+    result = predict_within(6 * weights, model, q, [x], num_samples=3)  # room for three samples, and one pass
     assert result.computed_by == "vmap"
     assert tried == [1, 1, 1, 1]
     assert_close(everything, result)

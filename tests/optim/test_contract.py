@@ -364,13 +364,9 @@ def test_the_message_names_the_parameter(name):
 
 # ---------------------------------------------------------------- promise 3: resume
 
-RESUME = """
-    import sys
-    import torch
-    from tests.optim.test_contract import batch, cross_entropy, make, network
 
-    name, path, start, stop = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    torch.set_num_threads(1)
+def train_and_save(name, path, start, stop):
+    """Steps `start` to `stop`, from what is saved at `path` unless they are the first; then save there."""
     model = network(name)
     optimizer = make(name, model.parameters(), splits=2, module=model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
@@ -384,17 +380,21 @@ RESUME = """
         scheduler.step()
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     torch.save({key: part.state_dict() for key, part in parts.items()}, path)
-"""
 
 
 def test_ten_steps_and_ten_in_a_new_process_are_twenty(name, tmp_path):
-    def train(path, start, stop):
-        command = [sys.executable, "-c", textwrap.dedent(RESUME), name, str(path), str(start), str(stop)]
-        subprocess.run(command, check=True, timeout=120)
+    train_and_save(name, tmp_path / "twenty", 0, 20)
+    train_and_save(name, tmp_path / "halves", 0, 10)
+    code = """
+        import sys
+        import torch
+        from tests.optim.test_contract import train_and_save
 
-    train(tmp_path / "twenty", 0, 20)
-    train(tmp_path / "halves", 0, 10)
-    train(tmp_path / "halves", 10, 20)
+        torch.set_num_threads(1)
+        train_and_save(*sys.argv[1:], 10, 20)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), name, str(tmp_path / "halves")]
+    subprocess.run(command, check=True, timeout=120)
     assert_same(*(torch.load(tmp_path / each, weights_only=True) for each in ("halves", "twenty")))
 
 

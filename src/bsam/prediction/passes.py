@@ -37,7 +37,8 @@ class Passes:
     """Runs a model on batches at each sample of its weights.
 
     The model holds the posterior's mean or, after a loop, some sample: only weights that are sampled are written or
-    handed in.
+    handed in. The arguments are those of `predict`, and `room`: how many bytes the weights and outputs of one chunk may
+    take, by default what the device has.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Passes:
         device: torch.device,
         recalibrate: Iterable[Any] | None,
         compile: bool = False,
+        room: int | None = None,
     ) -> None:
         self._model = OutputModel(model, forward)
         self._posterior, self._num_samples, self._seed, self._device = posterior, num_samples, seed, device
@@ -77,7 +79,7 @@ class Passes:
             vectorise, "predictions are computed in a loop over the samples", model, errors=Exception
         )
         self._pays = compile or Executor.launch_bound(device)
-        self._compile = compile
+        self._compile, self._room = compile, room
         self._checked = vectorise is True
 
     @property
@@ -133,7 +135,7 @@ class Passes:
         finally:
             for hook in hooks:
                 hook.remove()
-        room = _room(self._device)
+        room = _room(self._device) if self._room is None else self._room
         most = room // max(1, self._weight_bytes + _OUTPUTS_AT_ONCE * largest)
         most = min(most, _MOST) if self._compile else most
         self._chunk, self._fits = _share(self._num_samples, max(1, most)), True
