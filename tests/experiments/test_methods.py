@@ -59,8 +59,6 @@ def test_no_other_file_names_a_method():
 def test_the_options_of_an_entry_reach_its_optimizer(method):
     entry = METHODS[method]
     assert set(entry.options) <= set(FIELDS)
-    if method == "ivon":
-        pytest.importorskip("ivon")
     changes = {"rho": 0.123, "damping": 0.321, "prior_precision": 2.5, "splits": 3, "max_grad_norm": 0.7}
     config = override(on_digits(method), [f"{name}={value}" for name, value in changes.items()])
     optimizer = make_optimizer(config, mlp(), 50, seed=0)

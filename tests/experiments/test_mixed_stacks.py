@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 import bsam
-from bsam.experiments import ivon_step
 from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
 from bsam.experiments.commands import app
 from bsam.experiments.config import RATES
@@ -41,7 +40,6 @@ RATES_OF_TWO = {
 def _not_compiled(monkeypatch):
     """The traced formulas as they are: compiling would take most of the time."""
     monkeypatch.setattr(bsam, "TrainStep", functools.partial(bsam.TrainStep, compile=False))
-    monkeypatch.setattr(ivon_step, "IvonStep", functools.partial(ivon_step.IvonStep, compile=False))
 
 
 def mixed(folder, method="bsam"):
@@ -225,8 +223,7 @@ def test_a_run_that_diverges_does_not_stop_the_others(method, tmp_path):
     assert "not finite" in str(error)
     assert [read_json(task.record)["seed"] for task in rest] == [0, 4]
     assert not last.record.exists()
-    together = 3 if method == "ivon" else 2  # which says so when all is over
-    assert [read_json(task.record)["engine"]["seeds_together"] for task in rest] == [together] * 2
+    assert [read_json(task.record)["engine"]["seeds_together"] for task in rest] == [2] * 2
     for task, run in zip(rest, mixed(tmp_path / "alone", method), strict=False):
         Stack.start([run], device="cpu", compiled=False).train()
         ours, theirs = (read_json(folder / "record.json") for folder in (task.folder, run.folder))

@@ -45,8 +45,6 @@ def on_digits(method):
 
 
 def short(method, *changes):
-    if method == "ivon":
-        pytest.importorskip("ivon")
     return override(on_digits(method), [*SHORT[method], *changes])
 
 

@@ -10,7 +10,6 @@ import torch
 from typer.testing import CliRunner
 
 import bsam
-from bsam.experiments import ivon_step
 from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
 from bsam.experiments.commands import app
 from bsam.experiments.evaluate import evaluate
@@ -27,7 +26,6 @@ SEEDS = [0, 3]
 def _not_compiled(monkeypatch):
     """The traced formulas as they are: compiling would take most of the time."""
     monkeypatch.setattr(bsam, "TrainStep", functools.partial(bsam.TrainStep, compile=False))
-    monkeypatch.setattr(ivon_step, "IvonStep", functools.partial(ivon_step.IvonStep, compile=False))
 
 
 def start(folder, method="bsam", *changes, seeds=SEEDS):

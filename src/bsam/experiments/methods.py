@@ -5,7 +5,7 @@ To add one, write its optimizer in `bsam.optim`, export it, and add its entry to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,10 @@ from torch.optim import SGD, Adam, Optimizer
 
 import bsam
 from bsam.experiments.data import plain_batches
-from bsam.experiments.ivon import check_ivon, make_ivon
-from bsam.experiments.ivon_step import compile_ivon
 
 if TYPE_CHECKING:
     from bsam.experiments.config import Config
-    from bsam.experiments.trainer import Step, Trainer
+    from bsam.experiments.trainer import Trainer
 
 __all__ = ["METHODS", "Method", "make_optimizer", "predict"]
 
@@ -97,12 +95,6 @@ def _backward_step(optimizer: Optimizer, loss_fn: Loss, x: Tensor, y: Tensor) ->
     return loss.detach()
 
 
-def _train_step(trainers: Sequence[Trainer], x: Tensor, y: Tensor) -> Step:
-    optimizers = [trainer.optimizer for trainer in trainers]
-    losses = [trainer.loss for trainer in trainers]
-    return bsam.TrainStep(optimizers, losses, (x, y), module=[trainer.model for trainer in trainers])
-
-
 # ------------------------------------------------------------------ what it learns, and predicts
 
 
@@ -139,6 +131,11 @@ def _linearised(
     return _average(model, posterior, data, num_samples, seed)
 
 
+def _first_curvature(config: Config, num_data: int) -> float:
+    """The first h + delta of IVON, whose authors state learning rates as multiples of it."""
+    return config.initial_hessian + config.prior_precision / (num_data * config.augmentation_factor)
+
+
 def _make_swag(config: Config, model: nn.Module) -> bsam.SWAG:
     return bsam.SWAG(model, rank=config.swag_rank, interval=config.swag_interval)
 
@@ -162,12 +159,10 @@ class Method:
     """Predicts with a posterior, of a model, some data, a number of samples and a seed."""
     step: Callable[[Optimizer, Loss, Tensor, Tensor], Tensor] = _closure_step
     """Takes one step in a loop, and returns the loss."""
-    compiled: Callable[[Sequence[Trainer], Tensor, Tensor], Step] = _train_step
-    """Makes one compiled step of several runs, for batches like the one it is given."""
+    lr_unit: Callable[[Config, int], float] = lambda config, num_data: 1.0
+    """What a learning rate of 1 in the settings is for the optimizer."""
     collector: Callable[[Config, nn.Module], bsam.SWAG] | None = None
     """Makes what collects snapshots in the last `swag_epochs`, for a method that has such."""
-    check_installed: Callable[[], None] = lambda: None
-    """Raises if it needs a package that is not there."""
 
     @property
     def is_point(self) -> bool:
@@ -196,11 +191,10 @@ METHODS = {
     ),
     "ivon": Method(
         "IVON",
-        make_ivon,
-        ("prior_precision", "initial_hessian"),
+        _gaussian(bsam.IVON),
+        (*_SPLITS, "prior_precision", "augmentation_factor", "initial_hessian"),
         posterior=_learned,
-        compiled=compile_ivon,
-        check_installed=check_ivon,
+        lr_unit=_first_curvature,
     ),
 }
 """By their names in settings: those of the paper's tables in their order, then others."""

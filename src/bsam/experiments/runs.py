@@ -187,14 +187,10 @@ def _check_progress(state: dict[str, Any], trainer: Trainer) -> None:
 
 
 def _options(trainer: Trainer) -> list[dict[str, Any]]:
-    """What the optimizer computes: its options but those that the schedule sets, and those that say how to compute it.
-
-    Tensors are state: IVON has its state there.
-    """
+    """Options of the optimizer that say what it computes, but those that the schedule sets."""
     aside = {"params", "lr", "foreach", "fused", "capturable"} | ({"momentum"} if trainer.config.swag_epochs else set())
     return [
-        {name: value for name, value in group.items() if name not in aside and not isinstance(value, torch.Tensor)}
-        for group in trainer.optimizer.param_groups
+        {name: value for name, value in group.items() if name not in aside} for group in trainer.optimizer.param_groups
     ]
 
 

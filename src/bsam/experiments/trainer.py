@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import bsam
-from bsam.engine import TrainStep
 from bsam.experiments.config import Config
 from bsam.experiments.data import Dataset, epoch_length, stacked_batches
 from bsam.experiments.methods import METHODS, make_optimizer
 from bsam.experiments.models import make_model
 
-__all__ = ["Step", "Trainer", "train_together"]
+__all__ = ["Trainer", "train_together"]
 
-Step = Callable[[Tensor, Tensor], Tensor]
 """Takes batches of all runs, returns their losses."""
 
 
@@ -47,6 +45,7 @@ class Trainer:
         ).to(dataset.device)
         self.model = model.to(memory_format=torch.channels_last) if config.channels_last else model  # type: ignore[call-overload]
         self.optimizer = make_optimizer(config, self.model, dataset.num_train, seed=seed)
+        self._lr_unit = self.method.lr_unit(config, dataset.num_train)
         self.collector = self.method.collector(config, self.model) if self.method.collector else None
         self.epoch = 0
         self.batch = 0
@@ -78,7 +77,7 @@ class Trainer:
 
     def _set_rates(self) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate(self.epoch)
+            group["lr"] = self.config.learning_rate(self.epoch) * self._lr_unit
             if self.epoch >= self.config.epochs:
                 group["momentum"] = self.config.swag_momentum
 
@@ -161,7 +160,7 @@ def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> It
     """
     first = trainers[0]
     config, dataset = first.config, first.dataset
-    step: Step | None = None
+    step: bsam.TrainStep | None = None
 
     def count_since(begin: float) -> None:
         for trainer in trainers:
@@ -188,7 +187,12 @@ def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> It
             if config.channels_last and x.dim() == 5:
                 x = x.flatten(0, 1).to(memory_format=torch.channels_last).view(x.shape)
             if compiled and step is None and x.shape[1] == config.batch_size:
-                step = first.method.compiled(trainers, x, y)
+                step = bsam.TrainStep(
+                    [t.optimizer for t in trainers],
+                    [t.loss for t in trainers],
+                    (x, y),
+                    module=[t.model for t in trainers],
+                )
             if step is None:
                 losses = torch.stack([t.method.step(t.optimizer, t.loss, x[i], y[i]) for i, t in enumerate(trainers)])
             else:
@@ -200,7 +204,7 @@ def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> It
             yield
             begin = time.perf_counter()
         loss_sums.cpu()  # a GPU has steps to do that were only launched so far
-        if isinstance(step, TrainStep):
+        if step is not None:
             step.check()
         count_since(begin)
         begin = time.perf_counter()

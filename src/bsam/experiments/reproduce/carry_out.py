@@ -16,7 +16,6 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from bsam.experiments.config import Config
-from bsam.experiments.methods import METHODS
 from bsam.experiments.options import Work
 from bsam.experiments.recorded import Scale
 from bsam.experiments.reproduce.execute import execute
@@ -43,8 +42,6 @@ def carry_out(plan: Plan, scale: Scale, records: Path, options: Work, *, work: C
             see `share_cores`.
         work: Brings tasks to their end that differ in seeds and rates only.
     """
-    for task in plan.tasks:
-        METHODS[task.config.method].check_installed()
     console = Console(stderr=True)
     device = choose_device(options.device)
     jobs, threads = share_cores(options.jobs, small=scale == "tiny")
