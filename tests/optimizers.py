@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 import bsam
 from bsam.optim.base import ProbingOptimizer
+from tests.extragradient import Extragradient
 from tests.problems import holding
 
 
@@ -105,6 +106,14 @@ METHODS = {
         suite={"lr": 0.01, "num_data": 1000, "prior_precision": 25.0},
         variants=({"lr": 0.001}, {"lr": torch.tensor(0.01)}, {"betas": (0.5, 0.9)}, {"clip_radius": 1.0}),
         errors=(*GAUSSIAN_ERRORS, ({"initial_hessian": 0.0}, "initial_hessian=0.0")),
+    ),
+    "Extragradient": Method(
+        Extragradient,
+        {"lr": 0.1},
+        other_rates={"lr": 0.3, "reach": 0.2, "momentum": 0.5},
+        suite={"lr": 0.001, "momentum": 0.0},
+        variants=({"lr": 0.01}, {"lr": torch.tensor(0.001)}, {"reach": 0.5}, {"momentum": 0.5}),
+        errors=(({"lr": -1.0}, "lr=-1.0"), ({"reach": -1.0}, "reach=-1.0")),
     ),
 }
 

@@ -21,7 +21,7 @@ from bsam.experiments.methods import METHODS
 from bsam.experiments.paper.presets import preset
 from tools.markdown import demo_markdown
 
-PAPER_METHODS = [method for method in METHODS if method != "ivon"]
+PAPER_METHODS = [method for method in METHODS if method not in ("ivon", "asam-sgd")]
 ROOT = Path(__file__).parent.parent.parent
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps:UserWarning")  # the runs are short

@@ -71,4 +71,4 @@ def test_the_options_of_an_entry_reach_its_optimizer(method):
 
 def test_points_are_the_methods_without_a_spread():
     points = [name for name, method in METHODS.items() if method.is_point]
-    assert points == ["sgd", "sam-sgd", "adam", "sam-adam"]
+    assert points == ["sgd", "sam-sgd", "adam", "sam-adam", "asam-sgd"]

@@ -196,6 +196,7 @@ METHODS = {
         posterior=_learned,
         lr_unit=_first_curvature,
     ),
+    "asam-sgd": Method("ASAM-SGD", _sharpness_aware(bsam.ASAM, SGD), (*_SPLITS, "rho")),
 }
 """By their names in settings: those of the paper's tables in their order, then others."""
 

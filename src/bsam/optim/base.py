@@ -349,6 +349,10 @@ class ProbingOptimizer(CheckedOptimizer):
 
     def _slots(self) -> list[Slot]:
         """A slot for each parameter that requires a gradient, its weights copied."""
+        for group in self.param_groups:
+            lr = group.get("lr")
+            if isinstance(lr, Tensor) and lr.shape == (1,):  # torch takes such; formulas take numbers
+                group["lr"] = lr.reshape(())
         return slots_of(self, self._fresh_state if self.base_optimizer is None else None)
 
     def _fixed(self, group: dict[str, Any]) -> dict[str, Any]:

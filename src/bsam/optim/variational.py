@@ -83,9 +83,8 @@ class GaussianOptimizer(ProbingOptimizer):
 
     def _letters(self, group: dict[str, Any]) -> dict[str, Any]:
         """The options of a group by the letters that the algorithms share."""
-        lr = group["lr"]
         return {
-            "alpha": lr.reshape(()) if isinstance(lr, Tensor) and lr.shape == (1,) else lr,  # torch takes such
+            "alpha": group["lr"],
             "beta1": group["betas"][0],
             "beta2": self._share_kept(group),
             "delta": group["prior_precision"] / self.effective_num_data,
