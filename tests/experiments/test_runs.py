@@ -34,7 +34,7 @@ from tests.optim.test_contract import assert_same
 from tests.problems import logistic
 
 SHORT = {method: ["epochs=3", "batch_size=200", "beta2=0.5", "validation=0"] for method in METHODS}
-SHORT["ivon"] = ["epochs=3", "batch_size=200", "beta2=0.8", "validation=0"]  # it diverges with a smaller beta2
+SHORT["ivon"] = ["epochs=3", "batch_size=200", "validation=0"]  # it diverges with a beta2 that small
 SHORT["swag"] = ["epochs=2", "swag_epochs=2", "swag_interval=2", "batch_size=200", "validation=0"]
 
 
@@ -53,6 +53,7 @@ def digits():
     return load("digits")
 
 
+@pytest.mark.filterwarnings("ignore:after .* steps:UserWarning")  # IVON's run is short
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_goes_on_exactly_where_it_stopped(method, digits, tmp_path):
     config = short(method)
