@@ -22,6 +22,9 @@ from tests.optim.test_contract import assert_same
 SEEDS = [0, 3]
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:after .* steps:UserWarning")  # the runs are short
+
+
 @pytest.fixture(autouse=True)
 def _not_compiled(monkeypatch):
     """The traced formulas as they are: compiling would take most of the time."""
