@@ -614,7 +614,7 @@ def test_a_batch_must_have_a_row_for_each_run():
 @pytest.mark.parametrize(("size", "message"), [(18, "not of one size"), (3, "cannot be cut into 4 parts")])
 def test_the_example_must_be_cut_evenly(size, message):
     run = Run("BSAM")
-    refuses([run], lambda: run.engine(make_batch("mlp", size)), ValueError, f"no step can be made of .*{message}")
+    refuses([run], lambda: run.engine(make_batch("mlp", size)), ValueError, f"TrainStep is not possible with .*{message}")
 
 
 def test_what_the_optimizer_refuses_is_refused():
@@ -1007,13 +1007,13 @@ def test_a_captured_step_that_is_not_finite_raises_soon(name):
     before = run.state()["model"]
     step(*spoiled(good))
     assert_same(run.state()["model"], before)
-    with pytest.raises(FloatingPointError, match="Its step was left out"):  # noqa: PT012
+    with pytest.raises(FloatingPointError, match="Its step was skipped"):  # noqa: PT012
         for _ in range(3):
             torch.cuda.synchronize()
             step(*good)
     step.check()  # it has been said
     step(*spoiled(good))
-    with pytest.raises(FloatingPointError, match="Its step was left out"):
+    with pytest.raises(FloatingPointError, match="Its step was skipped"):
         step.check()  # also of the last step
 
 
