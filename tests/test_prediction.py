@@ -889,7 +889,7 @@ def test_load_refuses(tmp_path):
         GaussianPredictions.load(path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match="not a whole one"):
+    with pytest.raises(ValueError, match="not a complete one"):
         Predictions.load(path)
     path.write_bytes(whole.replace(b"num_samples", b"num_sbmples"))
     with pytest.raises(ValueError, match=f"{path} is damaged"):

@@ -585,7 +585,7 @@ def test_runs_need_one_of_each():
             lambda: Run("BSAM", curvature="abs_mean"),
             "the runs differ in curvature: mean_abs and abs_mean. Runs that are",
         ),
-        (lambda: Run("SAM-SGD"), "must have optimizers of one kind"),
+        (lambda: Run("SAM-SGD"), "must have optimizers of one class"),
         (lambda: Run("BSAM", "partly frozen"), "the model of run 1 differs from that of run 0"),
         (lambda: Run("BSAM", "convolutional"), "the model of run 1 differs from that of run 0"),
     ],
@@ -611,7 +611,7 @@ def test_a_batch_must_have_a_row_for_each_run():
     refuses(runs, lambda: step(*stack([batch] * 3)), ValueError, message)
 
 
-@pytest.mark.parametrize(("size", "message"), [(18, "not of one size"), (3, "cannot be cut into 4 parts")])
+@pytest.mark.parametrize(("size", "message"), [(18, "have different sizes"), (3, "cannot be cut into 4 parts")])
 def test_the_example_must_be_cut_evenly(size, message):
     run = Run("BSAM")
     refuses([run], lambda: run.engine(make_batch("mlp", size)), ValueError, f"TrainStep is not possible with .*{message}")

@@ -582,7 +582,7 @@ def test_torn_files(posterior, tmp_path):
     whole = path.read_bytes()
     for length in (0, 7, 100, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match="not a whole one") as caught:
+        with pytest.raises(ValueError, match="not a complete one") as caught:
             load_posterior(path)
         assert str(path) in str(caught.value)
     path.write_bytes(b"\xff" * 4096)
