@@ -372,7 +372,7 @@ def test_samples_in_several_chunks_are_drawn_once_if_there_is_room_for_them(room
     ("num_samples", "most", "chunk"), [(32, 99, 32), (2048, 244, 128), (64, 63, 32), (7, 6, 6), (5, 1, 1)]
 )
 def test_chunks_of_one_size_where_there_are_such(num_samples, most, chunk):
-    assert passes._share(num_samples, most) == chunk
+    assert passes._choose_chunk(num_samples, most) == chunk
 
 
 def test_a_chunk_that_does_not_fit_is_halved(monkeypatch):
@@ -889,7 +889,7 @@ def test_load_refuses(tmp_path):
         GaussianPredictions.load(path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match="not a whole one"):
+    with pytest.raises(ValueError, match="not a complete one"):
         Predictions.load(path)
     path.write_bytes(whole.replace(b"num_samples", b"num_sbmples"))
     with pytest.raises(ValueError, match=f"{path} is damaged"):

@@ -1,9 +1,9 @@
-"""Calls of `backward()` by a closure: what they differentiate, and which gradients they may leave.
+"""Watches calls of `backward()` by a closure: which tensors they differentiate, and which gradients they leave.
 
-A closure may call `backward()` itself. Then its gradient is that of the tensor it was called on, which need not be the
-loss that the closure returns; and it reaches every leaf of the graph, also those that belong to another optimizer, in
-each of the passes of a step. So while a closure runs, `torch.autograd.backward`, which `Tensor.backward` calls, is
-exchanged for a function that looks at the tensors it is given, and then calls torch's own.
+A closure may call `backward()` itself, perhaps on another tensor than the loss that it returns, and `backward()`
+reaches every leaf of the graph, also parameters of another optimizer, in each pass of a step. While a closure runs,
+`torch.autograd.backward`, which `Tensor.backward` calls, is replaced by a function that records its tensors and then
+calls torch's function.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from bsam.interrupts import deferred, interruptible
 __all__ = ["watched_backward"]
 
 _TOLERANCE = 1e-2
-"""By how much, relatively, the loss may differ from what was differentiated: sums in bfloat16 are that exact."""
+"""Largest relative difference between the loss and the differentiated tensor: bfloat16 sums have this precision."""
 
 
 class watched_backward:  # noqa: N801  # used like a function
-    """Watches the calls of `backward()` in the block, by this thread.
+    """Watches the calls of `backward()` by this thread in the block.
 
-    When the block ends every tensor has the `.grad` it had before, but for `own`.
+    When the block ends, every tensor except `own` has its earlier `.grad` again.
 
     Args:
-        own: The parameters whose gradients are asked for.
+        own: The parameters whose gradients are wanted.
     """
 
     def __init__(self, own: Sequence[Tensor]) -> None:
@@ -40,7 +40,7 @@ class watched_backward:  # noqa: N801  # used like a function
         self._aside: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._differentiated: list[tuple[Tensor, Tensor | None]] = []
         self.depth = 0
-        """How many calls are under way."""
+        """Number of nested calls in progress."""
 
     def __enter__(self) -> watched_backward:
         self._outer = getattr(_innermost, "watch", None)
@@ -55,7 +55,7 @@ class watched_backward:  # noqa: N801  # used like a function
             leaf.grad = grad
 
     def look(self, tensors: list[Tensor], grad_tensors: list[Tensor | None]) -> None:
-        """Take notice of a call of `backward()` that begins."""
+        """Record a call of `backward()` before it runs."""
         leaves = _leaves(tensors)
         others = [leaf for leaf in leaves if id(leaf) not in self._own]
         if self.depth == 0 and len(others) < len(leaves):  # deeper calls are torch's: activation checkpointing
@@ -77,8 +77,8 @@ class watched_backward:  # noqa: N801  # used like a function
         if math.isfinite(total) and math.isfinite(value) and not near:
             raise ValueError(
                 f"the closure called backward() on {total:.6g} and returned the loss {value:.6g}: the gradient would "
-                "be that of another loss, say of a scaled one. Return the tensor that you call backward() on, or leave "
-                "backward() out."
+                "belong to another loss, for example a scaled one. Return the tensor that you call backward() on, or "
+                "leave backward() out."
             )
 
 
@@ -87,7 +87,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves of the graph that a backward pass would give gradients to."""
+    """Return the leaves of the graph that a backward pass would give gradients to."""
     leaves = [t for t in tensors if t.requires_grad and t.is_leaf]
     nodes = [t.grad_fn for t in tensors if t.grad_fn is not None]
     met = set(nodes)
@@ -102,15 +102,15 @@ def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
     return leaves
 
 
-# ------------------------------------------------------------------ torch's function, exchanged
+# ------------------------------------------------------------------ replacing torch's function
 
 _innermost = threading.local()
 """`watch`: the innermost block of each thread."""
 _lock = threading.Lock()
 _blocks = 0
-"""How many are open, in all threads."""
+"""Number of open blocks, in all threads."""
 _exchanged: functools.partial[None] | None = None
-"""What is there in place of torch's function while one is."""
+"""The function in place of torch's while a block is open."""
 
 
 def _start() -> None:
@@ -131,7 +131,7 @@ def _stop() -> None:
 
 
 def _watched(backward: Callable[..., None], tensors: Any, grad_tensors: Any = None, *rest: Any, **options: Any) -> None:
-    """`backward(...)`, seen by the block that this thread is in."""
+    """Call `backward(...)`, and record the call in this thread's innermost block."""
     watch: watched_backward | None = getattr(_innermost, "watch", None)
     if watch is None:
         backward(tensors, grad_tensors, *rest, **options)

@@ -1,7 +1,7 @@
-"""Running statistics of BatchNorm: which passes of a step move them, and how to estimate them anew.
+"""Running statistics of BatchNorm: which passes of a step move them, and how to estimate them again.
 
-A step of SAM or bSAM runs the network at perturbed weights, several times. The policies say which of those passes
-may move the running mean and variance:
+A step of SAM or bSAM runs the network several times, at perturbed weights. The policies say which of these passes
+move the running mean and variance:
 
 | policy | moved by |
 |---|---|
@@ -10,7 +10,7 @@ may move the running mean and variance:
 | `"all"` | every pass |
 | `"none"` | no pass: call `recalibrate_batch_norm` before you evaluate |
 
-They need to know the module: `BSAM(model.parameters(), module=model, ...)`. Without it every pass moves them.
+The optimizer must know the module: `BSAM(model.parameters(), module=model, ...)`. Without it every pass moves them.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def moves_statistics(policy: str, split: int, pass_index: int) -> bool:
 def recalibrate_batch_norm(
     model: nn.Module, data: Iterable[Any], *, forward: Callable[[Any], Any] | None = None
 ) -> None:
-    """Estimate the running statistics of `model` anew, at its present weights.
+    """Estimate the running statistics of `model` again, at its present weights.
 
-    Statistics gathered along training belong to weights that have moved on; those of a posterior sample were never
-    gathered at all. This resets them and averages over `data` with equal weight a batch. Only normalisation layers
-    are put into training mode, so dropout stays off. If anything fails, the old statistics come back.
+    Statistics from training belong to earlier weights, and a posterior sample has none of its own. This function resets
+    them and averages over `data` with equal weight per batch. Only normalisation layers are put into training mode, so
+    dropout stays off. If anything fails, the old statistics are restored.
 
     Args:
         model: The network; without BatchNorm nothing happens.
-        data: Batches, as `bsam.predict` takes them: inputs, (inputs, labels), or a dictionary. Labels are ignored.
-        forward: How to run the model on one batch, where that is not the rule: `lambda batch: model(batch.image)`.
+        data: Batches, as for `bsam.predict`: inputs, (inputs, labels), or a dictionary. Labels are ignored.
+        forward: Runs the model on one batch, if the default call does not fit: `lambda batch: model(batch.image)`.
     """
     layers = [layer for _, layer in normalisation_layers(model) if layer.running_mean is not None]
     if not layers:
@@ -71,7 +71,7 @@ def recalibrate_batch_norm(
             for layer in layers:
                 layer.train()
                 layer.reset_running_stats()
-                layer.momentum = None  # torch's way to ask for a cumulative average
+                layer.momentum = None  # None means a cumulative average in torch
             _run_on(model, data, device, forward)
         finally:
             for layer, momentum in momenta:

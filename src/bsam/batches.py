@@ -1,4 +1,4 @@
-"""Batches: what data may look like, its inputs and labels, and cutting a batch into sub-batches."""
+"""Batches: accepted forms of data, inputs and labels, and cutting a batch into sub-batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["batches_of", "inputs_and_labels", "map_tensors", "moved", "num_examp
 
 
 def batches_of(data: Any, batch_size: int) -> Iterable[Any]:
-    """The batches of `data`; only tensors are cut here, evenly, into as few as `batch_size` allows."""
+    """Return the batches of `data`. Tensors are cut evenly, into as few batches as `batch_size` allows."""
     tensors = data if isinstance(data, tuple) else (data,)
     if any(isinstance(part, Tensor) and len(part) == 0 for part in tensors):
         raise ValueError("data is empty: there is nothing to predict.")
@@ -22,26 +22,26 @@ def batches_of(data: Any, batch_size: int) -> Iterable[Any]:
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
         inputs, labels = data
         if len(inputs) != len(labels):
-            raise ValueError(f"data has {len(inputs)} inputs and {len(labels)} labels: one label an input is needed.")
+            raise ValueError(f"data has {len(inputs)} inputs and {len(labels)} labels: give one label per input.")
         return list(zip(_cut(inputs, batch_size), _cut(labels, batch_size), strict=True))
     if isinstance(data, Mapping):
-        raise TypeError("data is a dictionary, which is one batch: write [data], or a DataLoader of such batches.")
+        raise TypeError("data is a dictionary, which is one batch: write [data], or a DataLoader of dictionaries.")
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         raise TypeError(
             "data is a Dataset of single examples: write torch.utils.data.DataLoader(data, batch_size=512)."
         )
     if not isinstance(data, Iterable):
-        raise TypeError(f"data is of type {type(data).__name__}: a tensor, (inputs, labels) or batches are needed.")
+        raise TypeError(f"data is of type {type(data).__name__}: give a tensor, (inputs, labels) or batches.")
     return data
 
 
 def _cut(tensor: Tensor, batch_size: int) -> tuple[Tensor, ...]:
-    # Evenly: a last batch of one example, say, would have no variance for BatchNorm to estimate.
+    # Evenly, because BatchNorm could not estimate a variance from a last batch of one example.
     return torch.tensor_split(tensor, -(-len(tensor) // batch_size))
 
 
 def inputs_and_labels(batch: Any) -> tuple[Any, Any]:
-    """The two parts of a batch; labels are None where there are none."""
+    """Split a batch into inputs and labels; labels are None if there are none."""
     if isinstance(batch, Mapping):
         inputs = dict(batch)
         key = "labels" if "labels" in inputs else "label"
@@ -49,15 +49,15 @@ def inputs_and_labels(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, list | tuple):
         if len(batch) not in (1, 2):
             raise ValueError(
-                f"a batch has {len(batch)} parts: (inputs, labels) or (inputs,) are understood. Several inputs go "
-                "into a tuple or dictionary of their own: ((a, b), labels)."
+                f"a batch has {len(batch)} parts: it must be (inputs, labels) or (inputs,). Put several inputs into a "
+                "tuple or dictionary: ((a, b), labels)."
             )
         return batch[0], batch[1] if len(batch) == 2 else None
     return batch, None
 
 
 def moved(tree: Any, device: torch.device) -> Any:
-    """The inputs of a batch on `device`."""
+    """Move the inputs of a batch to `device`."""
     if isinstance(tree, Mapping):
         return {key: moved(value, device) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -72,7 +72,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, Mapping):
         mapped = {key: map_tensors(function, tree[key]) for key in tree}
         try:
-            return type(tree)(mapped)  # type: ignore[call-arg]  # an OrderedDict, or what a tokenizer returns
+            return type(tree)(mapped)  # type: ignore[call-arg]  # an OrderedDict, or a tokenizer's BatchEncoding
         except TypeError:
             return mapped
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -83,7 +83,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def num_examples(batch: Any) -> int:
-    """How many examples the tensors of a batch have."""
+    """Return the number of examples of a batch."""
     lengths: list[int] = []
     map_tensors(lambda t: lengths.append(len(t)), batch)
     return lengths[0]
@@ -91,17 +91,16 @@ def num_examples(batch: Any) -> int:
 
 @torch.enable_grad()
 def some_examples(batch: Any, start: int, stop: int) -> Any:
-    """A part of a batch, or of the inputs of one."""
+    """Return examples start .. stop - 1 of a batch, or of its inputs."""
     return map_tensors(lambda t: t[start:stop], batch)
 
 
 def split_batch(batch: tuple[Any, ...], splits: int) -> list[tuple[tuple[Any, ...], int]]:
-    """Cut `batch` into `splits` parts along dimension 0, and say how many examples each has.
+    """Cut `batch` into `splits` parts along dimension 0; return each part with its number of examples.
 
     Tensors, at any depth of tuples, lists and mappings, are cut by `torch.tensor_split`: sizes differ by at most
-    one. Everything else, 0-dimensional tensors included, goes to every part as it is. A batch of fewer examples
-    than `splits` gives one part an example. One split, or no batch at all, is the batch itself; without a tensor
-    to count it has size 1.
+    one. All other objects, and 0-dimensional tensors, go to every part unchanged. A batch of fewer examples than
+    `splits` is cut into single examples. With one split the batch is the only part; without tensors its size is 1.
 
     Raises:
         ValueError: tensors of different lengths, an empty batch, or several splits and nothing to cut.
@@ -111,13 +110,13 @@ def split_batch(batch: tuple[Any, ...], splits: int) -> list[tuple[tuple[Any, ..
     if len(set(lengths)) > 1:
         raise ValueError(
             f"the tensors of the batch have different lengths {lengths}: they are cut into sub-batches along "
-            "dimension 0, so all must hold the same number of examples. Put anything else into the closure itself."
+            "dimension 0, so all must hold the same number of examples. Use other tensors inside the closure."
         )
     if not lengths:
         if splits > 1:
             raise ValueError(
                 f"splits={splits} needs a batch to split: call step(loss_fn, *batch) with the tensors of the batch "
-                "and a loss_fn that returns the mean loss of what it is given."
+                "and a loss_fn that returns the mean loss of its arguments."
             )
         return [(batch, 1)]
     size = lengths[0]

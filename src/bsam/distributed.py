@@ -1,6 +1,6 @@
-"""Ranks as splits: the one all-reduce of a step, and the one broadcast before the first.
+"""Ranks as splits: one all-reduce per step, and one broadcast before the first step.
 
-A rank with `splits=k` is k of the sub-batches of a larger step: 2 ranks x 2 splits is 1 rank x 4 splits.
+A rank with `splits=k` holds k sub-batches of a larger step: 2 ranks x 2 splits equal 1 rank x 4 splits.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["all_reduce_sum", "average_over_ranks", "broadcast", "rank_of"]
 
 
 def rank_of(group: dist.ProcessGroup) -> int:
-    """This process's rank in `group`."""
+    """Return this process's rank in `group`."""
     rank = dist.get_rank(group)
     if rank < 0:
-        raise ValueError("this process is not a member of the given process_group: hand each rank a group it is in.")
+        raise ValueError("this process is not a member of process_group: give each rank a group that contains it.")
     return rank
 
 
@@ -30,18 +30,18 @@ def average_over_ranks(
     seen: list[bool],
     buffers: list[Tensor],
 ) -> list[bool]:
-    """Turn this rank's means into means over all examples of all ranks, in place: the one all-reduce of a step.
+    """Turn this rank's means into means over all examples of all ranks, in place, by one all-reduce.
 
     Args:
         group: The ranks.
-        size: How many examples this rank has.
-        means: Over this rank's examples.
-        losses: The same of the losses.
-        seen: Which parameters a gradient reached on this rank.
-        buffers: Summed over the ranks.
+        size: Number of examples on this rank.
+        means: Means over this rank's examples.
+        losses: Mean losses over this rank's examples.
+        seen: For each parameter, whether a gradient reached it on this rank.
+        buffers: Tensors that are summed over the ranks.
 
     Returns:
-        Which parameters a gradient reached on any rank.
+        For each parameter, whether a gradient reached it on any rank.
     """
     device = means[0].device if means else losses[0].device
     sums = [mean.mul_(size) for mean in means]
@@ -57,17 +57,17 @@ def average_over_ranks(
 
 
 def all_reduce_sum(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum `tensors` over the ranks in place, as one message."""
+    """Sum `tensors` over the ranks in place, in one message."""
     dtype = max((t.dtype for t in tensors), key=lambda d: torch.finfo(d).bits)
     device = tensors[0].device
     flat = torch.cat([t.detach().reshape(-1).to(device, dtype) for t in tensors])
-    with interruptible():  # ranks may wait for each other for long
+    with interruptible():  # ranks may wait long for each other
         dist.all_reduce(flat, group=group)
     _scatter(flat, tensors)
 
 
 def broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Give every rank the values that rank 0 of `group` has."""
+    """Copy the values of rank 0 of `group` to every rank."""
     values = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     with interruptible():
         for value in values:

@@ -1,16 +1,16 @@
-"""Many of a kind together under vmap, or one after the other in a loop: one policy for all who ask.
+"""The choice between vmap and a loop: one policy for the whole package.
 
 The splits of a batch, the gradients of single examples and the samples of a posterior can each be computed together by
-`torch.vmap`, or in a loop that gives the same numbers. `vectorise` says which:
+`torch.vmap`, or in a loop that gives the same numbers. `vectorise` decides:
 
 | `vectorise` | what happens |
 |---|---|
 | `True` | together, or an error |
 | `False` | in a loop |
-| `None` | together where that pays; where it is not possible or fails, in a loop, with one warning that says why |
+| `None` | together where that is faster; if it is not possible or fails, in a loop, with one warning that says why |
 
-An error that comes again when vmap is tried a second time is vmap's: then the loop is tried. An error of the user's
-code comes in the loop too, and is raised there.
+If vmap raises, it is tried a second time. If it raises again, the loop is tried. An error in the user's code is raised
+in the loop too, and reaches the user from there.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _OURS = ("bsam", "torch", "contextlib")
 
 
 class Executor:
-    """Decides between vmap and a loop, and remembers what it found.
+    """Runs a function under vmap or in a loop, and remembers if vmap failed.
 
     Args:
         vectorise: See above.
-        in_a_loop: What a loop means here, for the warning: "the splits are computed in a loop".
-        module: The model, whose buffers are put back if vmap fails.
-        errors: The errors that vmap may be to blame for; others are raised at once.
+        in_a_loop: Begins the warning, like "the splits are computed in a loop".
+        module: The model, whose buffers are restored if vmap fails.
+        errors: Errors that vmap may cause; other errors are raised at once.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class Executor:
         self.vectorise, self._in_a_loop, self._module, self._errors = vectorise, in_a_loop, module, errors
         self._warned = False
         self.failure: str | None = None
-        """Why vmap failed. It is not tried again."""
+        """Why vmap failed, or None. After a failure vmap is not tried again."""
 
     @staticmethod
     def launch_bound(device: torch.device) -> bool:
-        """Whether launching a pass takes longer than running it, so that one vmapped pass beats several plain ones.
+        """Whether launching a pass takes longer than running it, so that one vmapped pass is faster than a loop.
 
-        On the CPU vmap was measured to be twice as fast for a network of 400 weights, no faster for one of 500,000, and
-        half as fast for convolutions, with as many times the memory.
+        On the CPU, vmap over m items was measured to be twice as fast for a network of 400 weights, no faster for
+        500,000 weights, and half as fast for convolutions, with m times the memory.
         """
         return device.type != "cpu"
 
     def tries_vmap(self, pays: bool) -> bool:
-        """Whether vmap will be tried, where it is possible; `pays` says that it is faster."""
+        """Whether vmap will be tried; `pays` says that it is faster."""
         wanted = pays if self.vectorise is None else self.vectorise
         return wanted and self.failure is None
 
@@ -75,13 +75,13 @@ class Executor:
         pays: bool,
         obstacle: str | None = None,
     ) -> Result:
-        """The result of one of the two functions.
+        """Return the result of one of the two functions.
 
         Args:
-            together: Computes it by vmap.
-            loop: Computes it in a loop.
+            together: Computes the result by vmap.
+            loop: Computes the result in a loop.
             pays: Whether vmap is faster here.
-            obstacle: Why vmap is not possible here, if it is not.
+            obstacle: Why vmap is not possible here, or None.
         """
         if not self.tries_vmap(pays):
             return loop()
@@ -97,7 +97,7 @@ class Executor:
             if self.vectorise or not _fails_again(together, error, buffers):
                 raise
             failure = f"vmap failed with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        result = loop()  # a mistake of the user's comes again here
+        result = loop()  # raises the user's own errors again
         self.failure = failure
         self._warn(failure)
         return result
@@ -109,7 +109,7 @@ class Executor:
 
 
 def _callers_level() -> int:
-    """The `stacklevel` at which a warning names the line of the user's code."""
+    """Return the `stacklevel` at which a warning names the line of the user's code."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         frame, level = frame.f_back, level + 1
@@ -117,7 +117,7 @@ def _callers_level() -> int:
 
 
 def _fails_again(attempt: Callable[[], Any], error: Exception, buffers: BufferSnapshot) -> bool:
-    """Whether an attempt that raised `error` raises again: only then vmap is to blame, and a loop may help."""
+    """Whether an attempt that raised `error` raises again: only then a loop may help."""
     buffers.restore()
     try:
         attempt()
@@ -129,7 +129,7 @@ def _fails_again(attempt: Callable[[], Any], error: Exception, buffers: BufferSn
 
 
 def quiet_vmap(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`torch.vmap` without its warnings of slow operators, which are not in the user's hands."""
+    """Like `torch.vmap`, without its warnings of slow operators, which the user cannot change."""
 
     def vectorised(*arguments: Any) -> Any:
         with warnings.catch_warnings():

@@ -1,8 +1,8 @@
-"""Files that a kill at any moment leaves whole, and that notice when they were damaged.
+"""Writes files that stay complete if the process is killed, and reads them with a check for damage.
 
-A file is written in a hidden folder beside its place, put on the disk, and then takes the place of the old one. Loading
-one runs no code: they are JSON, TOML, or safetensors that carry `format`, `version`, `kind` and a checksum of all that
-they hold as metadata.
+A file is written in a hidden folder beside its place, flushed to the disk, and then replaces the old file. Loading a
+file runs no code: files are JSON, TOML, or safetensors with `format`, `version`, `kind` and a checksum of all contents
+as metadata.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 Settings = dict[str, Any]
-"""What a file holds beside tensors, as JSON."""
+"""The contents of a file other than tensors, as JSON."""
 
 _VERSION, _BEFORE_CHECKSUMS = "2", "1"
 
@@ -62,14 +62,14 @@ def write_file(
     settings: Settings,
     previous: Path | None = None,
 ) -> None:
-    """Write a safetensors file with a checksum. Until it is whole and on the disk, whatever is at `path` stays.
+    """Write a safetensors file with a checksum. A file at `path` stays until the new one is complete on the disk.
 
     Args:
         path: The file.
-        tensors: What it holds.
-        format: What it is, see `read_file`.
-        kind: Of which kind.
-        settings: What it holds beside tensors.
+        tensors: Its tensors.
+        format: Its format, see `read_file`.
+        kind: Its kind within the format.
+        settings: Its contents other than tensors.
         previous: Where to keep the file that is at `path` now.
     """
     contents = _unshared(tensors)
@@ -79,15 +79,15 @@ def write_file(
         temporary.touch()
         mode = temporary.stat().st_mode
         save_file(contents, temporary, metadata)
-        os.chmod(temporary, mode)  # safetensors leaves a file that only its owner can read
+        os.chmod(temporary, mode)  # safetensors makes a file that only its owner can read
 
 
 def write_text(path: str | os.PathLike[str], text: str, *, new: bool = False) -> None:
-    """Write a text file. Until it is whole and on the disk, whatever is at `path` stays.
+    """Write a text file. A file at `path` stays until the new one is complete on the disk.
 
     Args:
         path: The file.
-        text: What it holds.
+        text: Its text.
         new: Whether to raise a FileExistsError if there is a file at `path`.
     """
     with replacing(Path(path), new=new) as temporary:
@@ -96,12 +96,12 @@ def write_text(path: str | os.PathLike[str], text: str, *, new: bool = False) ->
 
 @contextlib.contextmanager
 def replacing(path: Path, *, previous: Path | None = None, new: bool = False) -> Iterator[Path]:
-    """Name a file to write; when the block ends well, that file takes the place of `path`. See `write_file`.
+    """Yield a temporary file to write; if the block succeeds, it replaces `path`. See `write_file`.
 
-    A link at `path` is replaced too: the file that it leads to is not touched.
+    A link at `path` is replaced too: the file that it points to does not change.
     """
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}. Make it first.")
+        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}. Create it first.")
     with _explained(path):
         remove_leftovers(path.parent, path.name)
         with _room(path) as room:
@@ -110,9 +110,9 @@ def replacing(path: Path, *, previous: Path | None = None, new: bool = False) ->
             with open(temporary, "rb+") as file:
                 os.fsync(file.fileno())
             if previous is not None:
-                _keep(path, previous, room)
+                _keep_previous(path, previous, room)
             if new:
-                _place(temporary, path)
+                _move_new(temporary, path)
             else:
                 os.replace(temporary, path)
     if hasattr(os, "O_DIRECTORY"):  # the new name is on the disk once the folder is; not every system has this
@@ -123,19 +123,19 @@ def replacing(path: Path, *, previous: Path | None = None, new: bool = False) ->
             os.close(folder)
 
 
-def _keep(path: Path, previous: Path, room: Path) -> None:
-    """Let what is at `path` be at `previous` too."""
+def _keep_previous(path: Path, previous: Path, room: Path) -> None:
+    """Link the file at `path` to `previous`."""
     if not path.exists():
         return
     try:
-        os.link(path, room / "previous")  # and not a rename, so that there is a file at `path` at every moment
+        os.link(path, room / "previous")  # not a rename, so that there is always a file at `path`
         os.replace(room / "previous", previous)
     except OSError:  # this disk has no links
         os.replace(path, previous)
 
 
-def _place(temporary: Path, path: Path) -> None:
-    """Move a file to `path`, where there must be none."""
+def _move_new(temporary: Path, path: Path) -> None:
+    """Move a file to `path`; raise if there is a file already."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -145,14 +145,14 @@ def _place(temporary: Path, path: Path) -> None:
         os.replace(temporary, path)
 
 
-# ------------------------------------------------------------------ what a kill leaves
+# ------------------------------------------------------------------ leftovers of killed processes
 
 _ROOM = re.compile(r"\.(.+)\.[0-9a-f]{16}\.bsam-tmp")
 
 
 @contextlib.contextmanager
 def _room(path: Path) -> Iterator[Path]:
-    """A hidden folder to write `path` in. As long as its writer lives, the writer holds a lock in the folder."""
+    """Make a hidden folder in which to write `path`. The writer holds a lock in it as long as it lives."""
     lock = None
     while True:
         room = path.with_name(f".{path.name}.{secrets.token_hex(8)}.bsam-tmp")
@@ -172,9 +172,9 @@ def _room(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what a kill in the middle of a write has left in `folder`, of all files or of the one called `name`.
+    """Remove leftovers of killed writers in `folder`, for all files or for the file `name`.
 
-    Only folders with a name of ours are removed, and only where the lock of the writer is free: the writer is dead.
+    Only folders with names of our form are removed, and only if the writer's lock is free: the writer is dead.
     """
     for room in folder.glob(".*.bsam-tmp"):
         found = _ROOM.fullmatch(room.name)
@@ -194,9 +194,9 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Keep other processes out of the block. The file `path` is the lock: it is there as long as the block runs.
+    """Allow only one process in the block at a time. The file `path` is the lock, and exists while the block runs.
 
-    Where the system or the disk has no locks, the block runs without one.
+    If the system or the disk has no locks, the block runs without one.
 
     Raises:
         BlockingIOError: Another process is in the block, and `wait` is False.
@@ -212,7 +212,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 
 
 def _lock(path: Path, *, wait: bool) -> IO[bytes] | None:
-    """The locked file, which is made if it is not there; None where there are no locks."""
+    """Open and lock a file, which is created if it does not exist; return None where there are no locks."""
     if not _HAS_LOCKS:
         return None
     while True:
@@ -228,7 +228,7 @@ def _lock(path: Path, *, wait: bool) -> IO[bytes] | None:
                 return None
             if not isinstance(error, FileNotFoundError):
                 raise
-        file.close()  # the process that had the lock has removed the file: try the next one
+        file.close()  # the process that had the lock has removed the file: try again
 
 
 # ------------------------------------------------------------------ errors of the disk
@@ -236,15 +236,15 @@ def _lock(path: Path, *, wait: bool) -> IO[bytes] | None:
 
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turn the errors of a disk into sentences that say what to do."""
+    """Turn disk errors into messages that say what to do."""
     try:
         yield
     except Exception as error:
         code = _error_number(error)
         if code is None:
             raise
-        reason = _REASONS.get(code, f"{os.strerror(code)}. Mend that")
-        raise OSError(code, f"{path} could not be written: {reason}. What was there before is kept") from error
+        reason = _REASONS.get(code, f"{os.strerror(code)}. Repair this")
+        raise OSError(code, f"{path} could not be written: {reason}. The earlier contents are kept") from error
 
 
 _REASONS = {
@@ -256,11 +256,11 @@ _REASONS = {
     errno.EEXIST: "there is a file of this name. Choose another",
     errno.EROFS: "the folder is on a read-only disk. Choose another",
 }
-"""What to do about the errors of a disk."""
+"""Reasons of disk errors, and what to do."""
 
 
 def _error_number(error: BaseException) -> int | None:
-    """The system's number of an error; safetensors has it in its text."""
+    """Return the system's number of an error; safetensors has it in its message."""
     if isinstance(error, OSError):
         return error.errno
     found = re.search(r"os error (\d+)", str(error)) if isinstance(error, SafetensorError) else None
@@ -273,17 +273,17 @@ def _error_number(error: BaseException) -> int | None:
 def read_file(
     path: str | os.PathLike[str], *, format: str, kinds: Iterable[str]
 ) -> tuple[str, dict[str, Tensor], Settings]:
-    """Read what `write_file` wrote: kind, tensors and settings.
+    """Read kind, tensors and settings of a file that `write_file` wrote.
 
-    Other formats, versions and kinds are refused, and so are contents that do not have the checksum of the file. A file
-    of an earlier version of bsam has no checksum: it is read with a warning.
+    Other formats, versions and kinds are refused, and so are contents that do not match the checksum. A file of an
+    earlier version of bsam has no checksum: it is read with a warning.
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file, or not a whole one: {error}.") from error
+        raise ValueError(f"{path} is not a safetensors file, or not a complete one: {error}.") from error
     if metadata.get("format") != format:
         raise ValueError(f"{path} says format={metadata.get('format')!r}: expected {format!r}.")
     version = metadata.get("version")
@@ -294,14 +294,13 @@ def read_file(
         raise ValueError(f"{path} says kind={kind!r}: expected {' or '.join(map(repr, kinds))}.")
     if version == _BEFORE_CHECKSUMS and "sha256" not in metadata:
         warnings.warn(
-            f"{path} has no checksum, because an earlier version of bsam wrote it: damage to it cannot be noticed. "
-            "Write it again to add one.",
+            f"{path} has no checksum, because an earlier version of bsam wrote it: damage cannot be detected. Save it "
+            "again to add a checksum.",
             stacklevel=3,
         )
     elif metadata.get("sha256") != checksum(tensors, metadata):
         raise ValueError(
-            f"{path} is damaged: its contents do not have the checksum that they were written with. Take a copy of "
-            "it that is whole, or make it again."
+            f"{path} is damaged: its contents do not match its checksum. Use an undamaged copy, or make the file again."
         )
     with naming(path):
         settings = json.loads(metadata["settings"])
@@ -311,9 +310,9 @@ def read_file(
 
 
 def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """The SHA-256 of contents: names, types, shapes and bytes of tensors, and metadata other than a checksum.
+    """Return the SHA-256 of names, types, shapes and bytes of tensors, and of all metadata except the checksum.
 
-    Equal contents have equal checksums, whatever their order and their place in a file.
+    Equal contents have equal checksums, in any order and at any place in a file.
     """
     sha256 = hashlib.sha256()
 
@@ -334,7 +333,7 @@ def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what bad contents raise into an error that names the file."""
+    """Turn errors caused by bad contents into an error that names the file."""
     try:
         yield
     except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -342,7 +341,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, contiguous, and no two in the same memory, which safetensors refuses."""
+    """Return contiguous CPU tensors that share no memory, because safetensors refuses shared memory."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():

@@ -1,9 +1,8 @@
 """Gradients of a loss function: of a batch, and of each of its examples.
 
-A loss function closes over its model and returns the mean loss of the batch it is given. `PerExample` calls it with
-batches of one example. `torch.func` runs many of them at once: the model's weights are handed to the loss function by
-`functional_call` of a module whose forward is the loss function. Where that cannot be done, a loop gives the same
-numbers.
+A loss function has its model in its closure and returns the mean loss of a batch. `PerExample` calls it with batches of
+one example, many at once by `torch.func`: `functional_call` of a module whose forward is the loss function gives it the
+weights. Where that is not possible, a loop gives the same numbers.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ __all__ = [
 ]
 
 _STACK_BYTES = 256 * 2**20
-"""The most memory that the gradients of one chunk of examples take."""
+"""Largest memory of the gradients of one chunk of examples."""
 _CPU_STACK_BYTES = 8 * 2**20
-"""The same on the CPU, where they should fit into its cache."""
+"""The same on the CPU, where the gradients should fit into its cache."""
 _LOOP_BYTES = 2**20
-"""From this size of all weights on a loop is faster on the CPU: stacked gradients are memory traffic. Measured in one
-thread with 8 examples: 0.8 ms against 1.4 in a loop for 122 weights, 5.8 against 10.3 for LeNet-5 (0.3 MB), 15 against
-4 for an MLP (2.2 MB)."""
+"""Largest size of all weights for which vmap is faster than a loop on the CPU: stacked gradients are memory traffic.
+Measured in one thread with 8 examples, vmap against a loop: 0.8 ms against 1.4 for 122 weights, 5.8 against 10.3 for
+LeNet-5 (0.3 MB), 15 against 4 for an MLP (2.2 MB)."""
 
 
 def batch_gradient(
     parameters: Sequence[Tensor], loss_fn: LossFunction, batch: tuple[Any, ...]
 ) -> tuple[list[Tensor | None], Tensor]:
-    """The gradient of `loss_fn(*batch)`, None where it does not reach a parameter, and the loss.
+    """Return the gradient of `loss_fn(*batch)`, None for a parameter that it does not reach, and the loss.
 
-    `loss_fn` may call `backward()` itself: `.grad` is cleared before, and one that appears means that it did. All other
-    tensors have the same `.grad` afterwards.
+    `loss_fn` may call `backward()` itself: `.grad` is cleared before it runs, and a `.grad` afterwards means that it
+    did. All other tensors keep their `.grad`.
     """
     for parameter in parameters:
         parameter.grad = None
@@ -70,28 +69,28 @@ def batch_gradient(
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ValueError(
-                f"a gradient of layout {parameter.grad.layout} arrived (an embedding with sparse=True?): dense "
-                "gradients only."
+                f"a gradient has layout {parameter.grad.layout} (an embedding with sparse=True?): only dense gradients "
+                "are supported."
             )
     return [parameter.grad for parameter in parameters], loss.detach().reshape(())
 
 
 class Moments(NamedTuple):
-    """Of the gradients of the examples of a batch, one tensor a parameter; float32 for 16-bit parameters."""
+    """Moments of the examples' gradients, one tensor per parameter; float32 for 16-bit parameters."""
 
     mean: list[Tensor]
     mean_square: list[Tensor]
     loss: Tensor
-    """The mean over the examples."""
+    """The mean loss over the examples."""
 
 
 class PerExample:
     """Differentiates a loss function example by example.
 
     Args:
-        module: The model that the loss function closes over.
-        vectorise: True: vmap, or an error. False: a loop. None: whichever is faster, and a loop, with one warning
-            that says why, where vmap fails.
+        module: The model in the closure of the loss function.
+        vectorise: True: vmap, or an error. False: a loop. None: the faster of the two; if vmap fails, a loop, with one
+            warning that says why.
     """
 
     def __init__(self, module: nn.Module, vectorise: bool | None = None) -> None:
@@ -102,13 +101,13 @@ class PerExample:
     def moments(
         self, parameters: Sequence[Tensor], loss_fn: LossFunction, batch: tuple[Any, ...], reached: list[bool]
     ) -> Moments:
-        """Mean and mean square of the gradients at the present weights.
+        """Return mean and mean square of the gradients at the present weights.
 
         Args:
             parameters: Parameters of the module.
             loss_fn: `loss_fn(*batch)` is the mean loss of a batch.
-            batch: Its tensors, at any depth, hold one example a row; other things are handed on as they are.
-            reached: Which parameters are known to be part of the loss; those that turn out to be are marked.
+            batch: Tensors, at any depth, with one example per row; other objects are passed unchanged.
+            reached: For each parameter, whether it is known to be part of the loss; updated in place.
         """
         types = [torch.promote_types(p.dtype, torch.float32) for p in parameters]
         first = [torch.zeros_like(p, dtype=dtype) for p, dtype in zip(parameters, types, strict=True)]
@@ -128,9 +127,9 @@ class PerExample:
     def gradients(
         self, parameters: Sequence[Tensor], loss_fn: LossFunction, batch: tuple[Any, ...], reached: list[bool]
     ) -> Iterator[tuple[list[Tensor], Tensor]]:
-        """The gradients of chunks of examples, stacked along dimension 0, and their losses; arguments as above.
+        """Yield the gradients of chunks of examples, stacked along dimension 0, and their losses; arguments as above.
 
-        Vmapped passes leave the buffers as they are: which example's would they be?
+        Vmapped passes do not change the buffers, because each example would have its own.
         """
         size, start = num_examples(batch), 0
         while start < size:
@@ -199,13 +198,13 @@ class PerExample:
             with torch.enable_grad():
                 stacks, losses = quiet_vmap(one, randomness="different")(*tensors)
         finally:
-            buffers.restore()  # one that was replaced holds a tensor of torch.func
+            buffers.restore()  # a replaced buffer would hold a tensor of torch.func
         return [stack.detach() for stack in stacks], losses.detach()
 
     def _check(
         self, parameters: Sequence[Tensor], loss_fn: LossFunction, batch: tuple[Any, ...], reached: list[bool]
     ) -> None:
-        """Find out by the first example which parameters are part of the loss, and whether vmap can do it."""
+        """Check with the first example that vmap works, and which parameters are part of the loss."""
         example = some_examples(batch, 0, 1)
         with _same_randomness(parameters):
             self._vmap(parameters, loss_fn, example)
@@ -216,11 +215,11 @@ class PerExample:
 def reached_by(
     module: nn.Module, parameters: Sequence[Tensor], loss_fn: LossFunction, batch: tuple[Any, ...]
 ) -> list[bool]:
-    """Which parameters are part of the loss, found out by handing other weights to the module.
+    """Return which parameters are part of the loss, found by giving other weights to the module.
 
-    Raises a RuntimeError if the loss function does not (or not only) use the weights that are handed to it: it may
-    hold on to parameters by itself, in a list say. Their gradient would be lost. Buffers, the state of the generators
-    and all `.grad` stay what they are.
+    Raises a RuntimeError if the loss function also uses parameters that it did not look up in the module, for example
+    from a list of its own: their gradient would be lost. Buffers, the state of the generators and all `.grad` are
+    unchanged.
     """
     buffers, grads = BufferSnapshot(all_buffers(module)), GradientSnapshot(parameters)
     try:
@@ -238,7 +237,7 @@ def reached_by(
             found = torch.autograd.grad(loss, [*handed, *parameters], allow_unused=True)
         if any(gradient is not None for gradient in found[len(handed) :]):
             raise RuntimeError(
-                "the loss function uses parameters of module= that it did not look up in the module just now"
+                "the loss function uses parameters of module= that it did not look up in the module when called"
             )
         return [gradient is not None for gradient in found[: len(handed)]]
     finally:
@@ -247,10 +246,10 @@ def reached_by(
 
 
 def output_sums(net: nn.Module, inputs: Any, rows: Tensor) -> tuple[LossFunction, tuple[Any, ...]]:
-    """A loss function and a batch for `PerExample`, to differentiate outputs instead of a loss.
+    """Return a loss function and a batch for `PerExample`, to differentiate outputs instead of a loss.
 
-    With rows (n, R, C) for the C outputs of n examples, the batch has each example R times, and the "loss" of one is
-    its row times the outputs: the gradients are the products of the rows with the Jacobian.
+    With rows (n, R, C) for the C outputs of n examples, the batch has each example R times, and the "loss" of an
+    example is its row times the outputs: the gradients are the products of the rows with the Jacobian.
     """
 
     def weighted_sum(inputs: Any, row: Tensor) -> Tensor:
@@ -270,14 +269,14 @@ def _num_bytes(parameters: Sequence[Tensor]) -> int:
 
 
 def chunk_size(parameters: Sequence[Tensor]) -> int:
-    """How many gradients are held at a time."""
+    """Return the number of gradients that are held at a time."""
     room = _CPU_STACK_BYTES if parameters[0].device.type == "cpu" else _STACK_BYTES
     return max(1, room // max(1, _num_bytes(parameters)))
 
 
 @contextlib.contextmanager
 def _same_randomness(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Give the global generators their state back: what is drawn inside will be drawn again."""
+    """Restore the state of the global generators after the block, so that later code draws the same numbers."""
     devices = {p.device for p in parameters if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices), device_type="cuda"):
         yield

@@ -1,14 +1,14 @@
-"""Ctrl-C at known places only: a step, or the restoring of weights, is never cut in two.
+"""Delivers Ctrl-C at known places only: it never interrupts an update or the restoring of weights.
 
 Python runs the handler of SIGINT between any two instructions of the main thread, and by default that handler raises
-`KeyboardInterrupt` there: also within an update, within a `finally`, or just before one. Work that must be whole is
-done inside `with deferred():`, which exchanges the handler for one that notes the signal and delivers it at the end.
-The places inside where the user's code runs, or ranks wait for each other, are `with interruptible():`. An interrupt
-that was noted is delivered when such a place begins, and one that arrives there is delivered at once. So an interrupt
-is an exception like every other that the user's code may raise, and clean-up never meets one.
+`KeyboardInterrupt`: also within an update, within a `finally`, or just before one. Work that must not be interrupted
+runs inside `with deferred():`, which replaces the handler by one that notes the signal and delivers it at the end.
+Inside, user code and communication between ranks run in `with interruptible():`. A noted interrupt is delivered when
+that block begins, and an interrupt that arrives in it is delivered at once. So an interrupt is like any other exception
+of the user's code, and clean-up is never interrupted.
 
-In other threads than the main one, where Python runs no handlers, and where SIGINT has no handler in Python, nothing is
-exchanged. Signals are not masked: a mask belongs to one thread, and the kernel would hand the signal to another.
+Nothing is replaced in other threads, where Python runs no handlers, and if SIGINT has no Python handler. Signals are
+not masked: a mask belongs to one thread, and the kernel would deliver the signal to another thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 
 
 class _Guard:
-    """The handler of SIGINT for the time of an outermost `deferred` block."""
+    """The handler of SIGINT during an outermost `deferred` block."""
 
     __slots__ = ("noted", "opened", "previous")
 
@@ -34,7 +34,7 @@ class _Guard:
         self.opened = False
         """Whether an interrupt may be delivered now."""
         self.noted = False
-        """Whether one waits."""
+        """Whether an interrupt waits."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if not self.opened or (frame is not None and frame.f_code in _closing):
@@ -45,17 +45,17 @@ class _Guard:
         self.opened = True
 
     def open(self) -> None:
-        """Deliver what waits, and from now on what arrives."""
+        """Deliver a waiting interrupt, and from now on every interrupt at once."""
         self.opened = True
         if self.noted:
             self(signal.SIGINT, None)
 
 
 _active: _Guard | None = None
-"""The guard of the outermost block, which is the handler inside unless the user's code sets another."""
+"""The guard of the outermost block: the present handler, unless the user's code sets another."""
 
 _closing: set[CodeType] = set()
-"""Code that ends an interruptible place: its first instructions belong to the clean-up already."""
+"""Code that ends an interruptible block: its first instructions already belong to the clean-up."""
 
 
 def _in_main_thread() -> bool:
@@ -63,7 +63,7 @@ def _in_main_thread() -> bool:
 
 
 class deferred:  # noqa: N801  # used like a function
-    """Interrupts that arrive inside the block are delivered in its `interruptible` parts, or when it ends."""
+    """Holds back interrupts inside the block until an `interruptible` part begins, or the block ends."""
 
     __slots__ = ("_exchanged", "_guard", "_was_open")
 
@@ -77,7 +77,7 @@ class deferred:  # noqa: N801  # used like a function
             self._guard, self._was_open, _active.opened = _active, _active.opened, False
             return
         handler = signal.getsignal(signal.SIGINT)
-        if callable(handler):  # else it was set in C, or says to ignore the signal, or to end the process
+        if callable(handler):  # otherwise it was set in C, or ignores the signal, or ends the process
             guard = _Guard(handler)
             signal.signal(signal.SIGINT, guard)
             self._guard, self._was_open = guard, True
@@ -91,14 +91,14 @@ class deferred:  # noqa: N801  # used like a function
         if self._exchanged:
             _active = None
             present = signal.signal(signal.SIGINT, guard.previous)
-            if present is not guard and present is not None:  # the user's code has set another
+            if present is not guard and present is not None:  # the user's code has set another handler
                 signal.signal(signal.SIGINT, present)
         if self._was_open:
-            guard.open()  # if somebody kept it, as the handler to return to, it hands all on from now
+            guard.open()  # code that saved the guard as a handler can use it: it passes signals on from now
 
 
 class interruptible:  # noqa: N801  # used like a function
-    """A part of a `deferred` block in which interrupts are delivered; elsewhere it does nothing."""
+    """Delivers interrupts inside a part of a `deferred` block; elsewhere it does nothing."""
 
     __slots__ = ("_guard",)
 
@@ -114,7 +114,7 @@ class interruptible:  # noqa: N801  # used like a function
 
 
 def reading(items: Iterable[Item]) -> Iterator[Item]:
-    """The items, each read interruptibly: a data loader is the user's code."""
+    """Yield the items and let interrupts in while each is read: a data loader is the user's code."""
     with interruptible():
         iterator = iter(items)
     while True:
@@ -127,10 +127,10 @@ def reading(items: Iterable[Item]) -> Iterator[Item]:
 
 
 class Restored:
-    """Base of context managers that write into a model, for the user's block, and take it out again.
+    """Base class of context managers that change a model during the user's block and restore it afterwards.
 
-    A subclass gives `_change` and `_restore`; what the latter needs is known before the former writes anything, or it
-    raises. Both are whole: an interrupt is delivered before the change, in the block, or after all is restored.
+    A subclass defines `_change` and `_restore`. `_change` stores all that `_restore` needs before it writes anything.
+    Interrupts are delivered before the change, in the block, or after everything is restored.
     """
 
     def _change(self) -> None:
@@ -140,8 +140,8 @@ class Restored:
         raise NotImplementedError
 
     def __enter__(self) -> None:
-        # Open until the block ends: the handler stays exchanged, because Python may run it between the end of the
-        # block and the first instruction of __exit__.
+        # Deferred until the block ends, because Python may run the handler between the end of the block and the first
+        # instruction of __exit__.
         self._deferred = deferred()
         self._deferred.__enter__()
         self._window = interruptible()

@@ -1,4 +1,4 @@
-"""How good, and how honest, class probabilities are: accuracy, NLL, ECE, AUROC and Brier score.
+"""Metrics of class probabilities: accuracy, NLL, ECE, AUROC and Brier score.
 
 Every example i has log-probabilities log p_ik over K classes and a label y_i. Its prediction is the class of the
 largest probability (the lowest index among equals), its confidence c_i that probability, and a_i is 1 if the
@@ -14,14 +14,14 @@ prediction is correct and 0 if not. Over n examples:
 - AUROC, of misclassification: Osawa et al. (2019), appendix H, https://arxiv.org/abs/1906.02506. It is exact, with no
   grid of thresholds, and NaN where all examples are correct or all are wrong.
 
-Other packages may give other numbers. torchmetrics <= 1.9 counts a confidence of exactly 1.0 in an extra
-bin of its own (https://github.com/Lightning-AI/torchmetrics/issues/3510), which moves the ECE of a
-network that saturates; here 1.0 belongs to the last bin. Its bins are also closed on the left where those
-of Guo et al. are closed on the right. scikit-learn halves the Brier score of two classes.
+Other packages may give other numbers. torchmetrics <= 1.9 counts a confidence of exactly 1.0 in an extra bin
+(https://github.com/Lightning-AI/torchmetrics/issues/3510), which changes the ECE of a network that saturates; here 1.0
+belongs to the last bin. The bins of torchmetrics are also closed on the left, while those of Guo et al. are closed on
+the right. scikit-learn halves the Brier score of two classes.
 
 The ECE has no bootstrap interval. Noise in a bin always adds to |acc_b - conf_b|, so the ECE of a sample is biased
-upwards, and that of a resample twice. Where the probabilities are calibrated, a percentile interval never covers the
-ECE of the population, and a basic or a bias-corrected one covers it in about half of the samples at best. The bias
+upwards, and the ECE of a resample twice. If the probabilities are calibrated, a percentile interval never covers the
+ECE of the population, and a basic or bias-corrected interval covers it in at most about half of the samples. The bias
 depends on the number of examples: compare the ECE of two methods on sets of the same size, over several seeds.
 """
 
@@ -54,7 +54,7 @@ _Predictions = _HasPredictions | tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Summary:
-    """The five metrics of one set of predictions; `intervals` holds (low, high) of each but the ECE, if any."""
+    """The five metrics of one set of predictions; `intervals` holds (low, high) of each except the ECE, if any."""
 
     num_examples: int
     accuracy: float
@@ -79,18 +79,18 @@ class Summary:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as plain numbers, lists and dicts; `json.dumps` writes NaN and inf as Python does."""
+        """Return the fields as plain numbers, lists and dicts; `json.dumps` writes NaN and inf as Python does."""
         return asdict(self) | {"intervals": {name: list(ends) for name, ends in self.intervals.items()}}
 
 
 @dataclass(frozen=True, eq=False)
 class ReliabilityTable:
-    """Of every confidence bin ((b-1)/B, b/B], in order: float64 tensors of length B.
+    """Count, confidence and accuracy of the confidence bins ((b-1)/B, b/B]: float64 tensors of length B.
 
     Attributes:
         count: number of examples.
-        confidence: their mean confidence, NaN in an empty bin.
-        accuracy: their accuracy, NaN in an empty bin.
+        confidence: mean confidence, NaN in an empty bin.
+        accuracy: accuracy, NaN in an empty bin.
     """
 
     count: Tensor
@@ -98,19 +98,19 @@ class ReliabilityTable:
     accuracy: Tensor
 
     def as_rows(self) -> list[list[float | None]]:
-        """Count, confidence and accuracy of each bin as plain numbers, for JSON: None for NaN."""
+        """Return count, confidence and accuracy of each bin as plain numbers, for JSON: None for NaN."""
         columns = (self.count, self.confidence, self.accuracy)
         return [[None if math.isnan(x) else x for x in row] for row in torch.stack(columns, dim=1).tolist()]
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[float | None]]) -> ReliabilityTable:
-        """The table whose `as_rows` these are."""
+        """Make a table from the result of `as_rows`."""
         numbers = [[math.nan if x is None else x for x in row] for row in rows]
         return cls(*torch.tensor(numbers, dtype=torch.float64).unbind(dim=1))
 
 
 class _Examples(NamedTuple):
-    """All that the metrics need of each example: float64 tensors of shape (n,)."""
+    """Per-example values from which the metrics are computed: float64 tensors of shape (n,)."""
 
     nll: Tensor
     confidence: Tensor
@@ -156,7 +156,7 @@ def _ece(table: ReliabilityTable) -> Tensor:
 
 
 def _auroc(rank: Tensor, correct: Tensor) -> Tensor:
-    # `rank` numbers the distinct confidences in increasing order. Of each: how many are right, and wrong.
+    # `rank` numbers the distinct confidences in increasing order; count right and wrong predictions for each.
     empty = correct.new_zeros(*correct.shape[:-1], int(rank.max()) + 1)
     right = empty.scatter_add(-1, rank, correct)
     wrong = empty.scatter_add(-1, rank, 1 - correct)
@@ -175,9 +175,9 @@ def _metrics(columns: Iterable[Tensor]) -> Tensor:
 
 
 class Metrics:
-    """The metrics of a set that comes in batches, exactly those of the whole set whatever the batches.
+    """Metrics of a set that is given in batches; equal to the metrics of the whole set.
 
-    Four float64 numbers per example are kept, on the CPU.
+    Four float64 numbers per example are stored, on the CPU.
 
     Args:
         num_bins: number of confidence bins of the ECE.
@@ -205,11 +205,11 @@ class Metrics:
         self._batches: list[_Examples] = []
 
     def update(self, log_probs: Tensor, labels: Tensor) -> None:
-        """Adds a batch: log-probabilities (n, K) and integer labels (n,)."""
+        """Add a batch: log-probabilities (n, K) and integer labels (n,)."""
         self._batches.append(_per_example(log_probs, labels))
 
     def merge(self, other: Metrics) -> None:
-        """Adds all examples of `other`, as of another worker."""
+        """Add all examples of `other`, for example of another worker."""
         if other.num_bins != self.num_bins:
             raise ValueError(
                 f"cannot merge metrics of {other.num_bins} bins into metrics of {self.num_bins}; "
@@ -218,20 +218,20 @@ class Metrics:
         self._batches = self._batches + other._batches
 
     def reliability(self) -> ReliabilityTable:
-        """Count, mean confidence and accuracy of every confidence bin."""
+        """Return count, mean confidence and accuracy of every confidence bin."""
         examples = self._examples()
         return _reliability(examples.confidence, examples.correct, self.num_bins)
 
     def compute(self, *, num_bootstrap: int = 1000, level: float = 0.95, seed: int = 0) -> Summary:
-        """The metrics of all examples so far, with percentile bootstrap intervals over the examples.
+        """Return the metrics of all examples so far, with percentile bootstrap intervals over the examples.
 
-        The interval of the AUROC is that of the resamples where it is defined. The ECE has none: it is biased, and
-        no bootstrap interval that we tried covers the truth as often as it says (see the module's first lines).
+        The interval of the AUROC uses the resamples where it is defined. The ECE has none: it is biased, and no
+        bootstrap interval that we tried reaches its nominal coverage (see the docstring of the module).
 
         Args:
             num_bootstrap: number of resamples; 0 gives no intervals. 1000 of 10,000 examples take a second.
             level: coverage of the intervals.
-            seed: of a generator of its own; the global one is not touched.
+            seed: seed of a private generator; the global generator is not used.
         """
         if not isinstance(num_bootstrap, int) or num_bootstrap < 0:
             raise ValueError(f"num_bootstrap must be an integer >= 0, got {num_bootstrap!r}; write 0 for no intervals")
@@ -275,31 +275,33 @@ def summary(
     level: float = 0.95,
     seed: int = 0,
 ) -> Summary:
-    """All metrics of a set of predictions, with bootstrap intervals but for the ECE (see `Metrics.compute`).
+    """Return all metrics of a set of predictions, with bootstrap intervals except for the ECE.
+
+    See `Metrics.compute`.
 
     Args:
         predictions: an object with `.log_probs` (n, K) and `.labels` (n,), or the tuple of the two.
         num_bins: number of confidence bins of the ECE.
         num_bootstrap: number of resamples; 0 gives no intervals.
         level: coverage of the intervals.
-        seed: of the bootstrap's own generator.
+        seed: seed of the bootstrap's private generator.
     """
     metrics = _whole(predictions, num_bins)
     return metrics.compute(num_bootstrap=num_bootstrap, level=level, seed=seed)
 
 
 def accuracy(log_probs: Tensor, labels: Tensor) -> float:
-    """Fraction of the examples whose most probable class is the label."""
+    """Return the fraction of examples whose most probable class is the label."""
     return summary((log_probs, labels), num_bootstrap=0).accuracy
 
 
 def nll(log_probs: Tensor, labels: Tensor) -> float:
-    """Mean negative log-probability of the label, in nats; inf if some label was given probability 0."""
+    """Return the mean negative log-probability of the label, in nats; inf if a label has probability 0."""
     return summary((log_probs, labels), num_bootstrap=0).nll
 
 
 def ece(log_probs: Tensor, labels: Tensor, num_bins: int = 20) -> float:
-    """Expected calibration error over equal-width bins, closed on the right.
+    """Return the expected calibration error over equal-width bins, closed on the right.
 
     Example:
         >>> import torch
@@ -311,24 +313,24 @@ def ece(log_probs: Tensor, labels: Tensor, num_bins: int = 20) -> float:
 
 
 def auroc(log_probs: Tensor, labels: Tensor) -> float:
-    """How well the confidence tells correct from wrong predictions; NaN if there are not both."""
+    """Return how well the confidence separates correct from wrong predictions; NaN if only one kind occurs."""
     return summary((log_probs, labels), num_bootstrap=0).auroc
 
 
 def brier(log_probs: Tensor, labels: Tensor) -> float:
-    """Mean squared distance between the probabilities and the one-hot label, summed over the classes."""
+    """Return the mean squared distance between probabilities and one-hot label, summed over the classes."""
     return summary((log_probs, labels), num_bootstrap=0).brier
 
 
 def reliability(log_probs: Tensor, labels: Tensor, num_bins: int = 20) -> ReliabilityTable:
-    """Count, mean confidence and accuracy of every confidence bin, from which the ECE is made."""
+    """Return count, mean confidence and accuracy of every confidence bin, from which the ECE is computed."""
     return _whole((log_probs, labels), num_bins).reliability()
 
 
 def reliability_diagram(
     predictions: _Predictions | ReliabilityTable, *, num_bins: int = 20, ax: Axes | None = None
 ) -> Axes:
-    """Draws accuracy against confidence, bin by bin, below a histogram of the confidences.
+    """Draw accuracy against confidence, bin by bin, below a histogram of the confidences.
 
     Args:
         predictions: an object with `.log_probs` (n, K) and `.labels` (n,), or the tuple of the two, or their bins.
@@ -385,14 +387,14 @@ def _whole(predictions: _Predictions, num_bins: int) -> Metrics:
                 f"got {type(predictions).__name__}; write (log_probs, labels)"
             )
     if labels is None:
-        raise ValueError("the predictions have no labels to be judged by; predict on (inputs, labels)")
+        raise ValueError("the predictions have no labels, which the metrics need; predict on (inputs, labels)")
     metrics = Metrics(num_bins)
     metrics.update(log_probs, labels)
     return metrics
 
 
 def _checked(log_probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The arguments as float64 and int64 on the CPU, or an error that says what to write instead."""
+    """Return the arguments as float64 and int64 on the CPU, or raise an error that says what to write instead."""
     for name, value in (("log_probs", log_probs), ("labels", labels)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}; write torch.as_tensor({name})")
@@ -410,8 +412,8 @@ def _checked(log_probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if labels.shape != (n,):
         raise ValueError(
             f"labels must have shape ({n},), one per row of log_probs, got {tuple(labels.shape)}; "
-            "write one_hot.argmax(dim=1) if each row has a single 1; where rows may have several (multi-label), rate "
-            "the predictions of one label at a time"
+            "write one_hot.argmax(dim=1) if each row has a single 1; if rows may have several (multi-label), rate the "
+            "predictions of one label at a time"
         )
     if not log_probs.is_floating_point():
         raise TypeError(f"log_probs must be floating point, got {log_probs.dtype}; apply log_softmax to logits")

@@ -1,13 +1,13 @@
 """Standard normal noise as a function of where it is used.
 
-`standard_normal` is a pure function of (seed, step, split, parameter): nothing about the noise has to be saved
-to resume a run, ranks of a cluster draw what a loop would have drawn, and the global generator is never touched.
+`standard_normal` is a pure function of (seed, step, split, parameter). To resume a run, no state of the noise has to be
+saved; the ranks of a cluster draw the same noise as a loop; and the global generator is never used.
 
 On the CPU the four numbers are hashed into the seed of a private `torch.Generator`. (Its Mersenne twister keeps
-32 bits of a seed, so two of the draws of a long run may coincide: one pair in four billion.) On CUDA they are the
-key and counter of Philox-4x32-10, and the step is read from device memory, so that a captured graph draws fresh
-noise in every replay. Other devices, and CUDA without triton, get the CPU's numbers. The two laws are the same, the
-numbers are not: equality is promised on one type of device.
+32 bits of a seed, so two draws of a long run may coincide: one pair in four billion.) On CUDA they are the key and
+counter of Philox-4x32-10, and the step is read from device memory, so that a captured graph draws new noise in every
+replay. Other devices, and CUDA without triton, get the CPU's numbers. CPU and CUDA have the same distribution, but
+different numbers.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def standard_normal(
 
     Args:
         seed: The run's seed.
-        step: How many steps were taken before; an integer, or a 0-dim integer tensor on `device`.
+        step: Number of steps taken before; an integer, or a 0-dim integer tensor on `device`.
         split: Index of the sub-batch, counted over all ranks. Negative indices are the draws of
-            `optimizer.sampled()`, so that those never repeat the noise of training.
+            `optimizer.sampled()`, so that they never repeat the noise of training.
         parameter: Index of the parameter, counted over all parameter groups.
         shape: Shape of the result.
         device: Device of the result.

@@ -1,4 +1,4 @@
-"""Philox-4x32-10 and Box-Muller on CUDA: the noise of `bsam.noise` in one kernel, its step in device memory.
+"""Philox-4x32-10 and Box-Muller on CUDA: the noise of `bsam.noise` in one kernel, with the step in device memory.
 
 Salmon, Moraes, Dror and Shaw (2011), "Parallel random numbers: as easy as 1, 2, 3". The key is the seed, the
 counter is (block of four elements, step, split, parameter); each call of the cipher gives two pairs of normals.
@@ -21,7 +21,7 @@ BLOCK = 512
 
 @triton.jit
 def _box_muller(a, b):  # type: ignore[no-untyped-def]
-    # In [0, 2 pi) the device's sine and cosine are good to 7e-7; those for all angles take longer than all the rest.
+    # In [0, 2 pi) the fast sine and cosine are exact to 7e-7; the general ones take longer than all the rest.
     r = tl.sqrt(-2.0 * tl.log(tl.maximum(tl.uint_to_uniform_float(a), 1e-7)))
     angle = 6.283185307179586 * tl.uint_to_uniform_float(b)
     return r * libdevice.fast_cosf(angle), r * libdevice.fast_sinf(angle)
@@ -29,7 +29,7 @@ def _box_muller(a, b):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def four_normals(seed, quad, step, split, parameter):  # type: ignore[no-untyped-def]
-    """Of each block of four elements."""
+    """Draw four normals for each block of four elements."""
     zero = tl.zeros_like(quad)
     a, b, c, d = tl.philox(seed, quad, zero + step, zero + split, zero + parameter)
     z1, z2 = _box_muller(a, b)

@@ -1,6 +1,6 @@
-"""All uses of torch's private names, each with the public thing that it stands for.
+"""All uses of torch's private names, each under a name of our own.
 
-What changes in torch without notice breaks here, and nowhere else. Written for torch 2.11 to 2.13.
+Private names may change in torch without notice; this is the only file that would break. For torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm  # BatchNorm1d, 2d, 3d, SyncBatchNorm, lazy ones
-from torch.nn.modules.batchnorm import _NormBase as NormBase  # the same, and InstanceNorm
+from torch.nn.modules.batchnorm import _NormBase as NormBase  # all of these, and InstanceNorm
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree  # trees of tensors, as torch.func takes and returns them
+from torch.utils import _pytree as pytree  # nested structures of tensors, as in torch.func
 
 __all__ = [
     "AnyBatchNorm",
@@ -39,17 +39,17 @@ foreach_mul_ = torch._foreach_mul_  # a.mul_(b)
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The buffers that `register_buffer` gave this module, None included; `named_buffers` leaves those out."""
+    """Return the buffers registered in this module itself, also those that are None, unlike `named_buffers`."""
     return module._buffers
 
 
 def transient_buffers(module: nn.Module) -> set[str]:
-    """The buffers of this module that were registered with `persistent=False`."""
+    """Return the names of this module's buffers that were registered with `persistent=False`."""
     return module._non_persistent_buffers_set
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often the tensor was written to in place: what autograd checks before it uses a saved tensor."""
+    """Return the number of in-place writes to the tensor, which autograd checks for saved tensors."""
     return tensor._version
 
 
@@ -59,17 +59,17 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def mark_as_stepped(optimizer: Optimizer) -> None:
-    """Do for schedulers what a call of `optimizer.step` does: they warn if none came before theirs."""
+    """Tell schedulers that the optimizer has stepped: they warn if they step first."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def trace_graph(function: Callable[..., Any], inputs: list[Tensor], table: dict[Any, Any]) -> GraphModule:
-    """The graph of what a function does with tensors: `torch.export` does not trace functions under vmap that write.
+    """Trace a function of tensors. (`torch.export` does not trace functions that write under vmap.)
 
     Args:
         function: Takes tensors.
-        inputs: Examples.
-        table: Operators, each with a function that is traced in its place.
+        inputs: Example inputs.
+        table: Maps operators to functions that are traced in their place.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -77,15 +77,15 @@ def trace_graph(function: Callable[..., Any], inputs: list[Tensor], table: dict[
 
 
 def compile_graph(graph: GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Callable[..., Sequence[Tensor]]:
-    """The graph compiled by TorchInductor, as `torch.compile` would do with it."""
+    """Compile the graph with TorchInductor, as `torch.compile` does."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own: deprecations, hints on speed
+        warnings.simplefilter("ignore")  # of the compiler: deprecations, hints on speed
         from torch._guards import TracingContext, tracing
         from torch._inductor import compile as compile_fx
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        # What is compiled for fixed shapes is kept on disk, if the compiler is told that they are.
+        # The compiler caches the result on disk only if it knows that shapes are fixed.
         fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
         with tracing(TracingContext(fake)):
             return compile_fx(graph, inputs, options=options)  # type: ignore[arg-type,no-any-return]

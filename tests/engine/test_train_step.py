@@ -585,7 +585,7 @@ def test_runs_need_one_of_each():
             lambda: Run("BSAM", curvature="abs_mean"),
             "the runs differ in curvature: mean_abs and abs_mean. Runs that are",
         ),
-        (lambda: Run("SAM-SGD"), "must have optimizers of one kind"),
+        (lambda: Run("SAM-SGD"), "must have optimizers of one class"),
         (lambda: Run("BSAM", "partly frozen"), "the model of run 1 differs from that of run 0"),
         (lambda: Run("BSAM", "convolutional"), "the model of run 1 differs from that of run 0"),
     ],
@@ -611,10 +611,10 @@ def test_a_batch_must_have_a_row_for_each_run():
     refuses(runs, lambda: step(*stack([batch] * 3)), ValueError, message)
 
 
-@pytest.mark.parametrize(("size", "message"), [(18, "not of one size"), (3, "cannot be cut into 4 parts")])
+@pytest.mark.parametrize(("size", "message"), [(18, "have different sizes"), (3, "cannot be cut into 4 parts")])
 def test_the_example_must_be_cut_evenly(size, message):
     run = Run("BSAM")
-    refuses([run], lambda: run.engine(make_batch("mlp", size)), ValueError, f"no step can be made of .*{message}")
+    refuses([run], lambda: run.engine(make_batch("mlp", size)), ValueError, f"TrainStep is not possible.*{message}")
 
 
 def test_what_the_optimizer_refuses_is_refused():
@@ -1007,13 +1007,13 @@ def test_a_captured_step_that_is_not_finite_raises_soon(name):
     before = run.state()["model"]
     step(*spoiled(good))
     assert_same(run.state()["model"], before)
-    with pytest.raises(FloatingPointError, match="Its step was left out"):  # noqa: PT012
+    with pytest.raises(FloatingPointError, match="Its step was skipped"):  # noqa: PT012
         for _ in range(3):
             torch.cuda.synchronize()
             step(*good)
     step.check()  # it has been said
     step(*spoiled(good))
-    with pytest.raises(FloatingPointError, match="Its step was left out"):
+    with pytest.raises(FloatingPointError, match="Its step was skipped"):
         step.check()  # also of the last step
 
 

@@ -265,7 +265,7 @@ def one(value, **options):
         (one([1.0]), one([1.0]), -1.0, ValueError, "prior_precision=-1.0 of w must be a finite number >= 0"),
         (one([1.0]), one([1.0]), math.inf, ValueError, "prior_precision=inf"),
         (one([1.0]), one([1.0]), {"w": "1"}, ValueError, "prior_precision='1'"),
-        (one([1.0]), one([1.0]), {"v": 1.0}, ValueError, "prior_precision has v, which the mean has not"),
+        (one([1.0]), one([1.0]), {"v": 1.0}, ValueError, "prior_precision has v, which is not in the mean"),
     ],
 )
 def test_constructor_refuses(mean, std, precision, error, message):
@@ -291,7 +291,7 @@ def test_from_model(net):
     assert set(q.buffers) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "offset"}
     assert q.prior_precision == {"scale": 4.0}
     assert q.num_parameters == sum(p.numel() for p in net.parameters())
-    with pytest.raises(ValueError, match=r"a parameter of shape \(7,\) that the model has not"):
+    with pytest.raises(ValueError, match=r"a parameter of shape \(7,\) that is not in the model"):
         DiagonalGaussian.from_model(net, {torch.ones(7): torch.ones(7)})
 
 
@@ -582,7 +582,7 @@ def test_torn_files(posterior, tmp_path):
     whole = path.read_bytes()
     for length in (0, 7, 100, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match="not a whole one") as caught:
+        with pytest.raises(ValueError, match="not a complete one") as caught:
             load_posterior(path)
         assert str(path) in str(caught.value)
     path.write_bytes(b"\xff" * 4096)

@@ -203,7 +203,7 @@ TWO = {"w": torch.tensor([[1.0], [2.0]])}
         (one([1.0]), one([math.inf]), TWO, {}, ValueError, "deviations of w must be finite"),
         (one([1.0]), one([1.0]), one([[1.0], [math.nan]]), {}, ValueError, "deviations of w must be finite"),
         (one([1.0]), one([1.0, 2.0]), TWO, {}, ValueError, r"variance must .* w \(2,\) instead of \(1,\)"),
-        (one([1.0]), {"v": torch.ones(1)}, TWO, {}, ValueError, "variance has v, which the mean has not"),
+        (one([1.0]), {"v": torch.ones(1)}, TWO, {}, ValueError, "variance has v, which is not in the mean"),
         (one([1.0]), one([1.0]), {}, {}, ValueError, "a deviation must .* missing: w"),
         (one([1.0]), one([1.0]), one([[1.0, 2.0]] * 2), {}, ValueError, r"w \(2,\) instead of \(1,\)"),
         (one([1.0]), one([1.0]), one([[1.0]]), {}, ValueError, r"deviations has \[1\] columns"),

@@ -1,1 +1,1 @@
-"""From functions of tensors to kernels: traced, made smaller, compiled, captured. Kernels of ours register here."""
+"""Turns functions of tensors into kernels: traces, simplifies, compiles, captures. Our kernels register here."""

@@ -1,4 +1,4 @@
-"""A function captured in a CUDA graph, to be run again with one launch."""
+"""Captures a function in a CUDA graph, which runs it with one launch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Captured:
     """A function without arguments, captured in a CUDA graph.
 
     Args:
-        function: Reads and writes tensors that stay where they are.
+        function: Reads and writes tensors whose addresses do not change.
         device: The CUDA device.
-        undo: Called after the warm-up runs, to put back what they wrote.
+        undo: Called after the warm-up runs, to restore the tensors that they wrote.
     """
 
     def __init__(self, function: Callable[[], Any], device: torch.device, undo: Callable[[], None]) -> None:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles kernels, and lets libraries make their workspaces
+            for _ in range(2):  # compiles kernels, and lets libraries allocate their workspaces
                 function()
             undo()
         torch.cuda.current_stream(device).wait_stream(stream)
@@ -34,14 +34,14 @@ class Captured:
             self.result = function()
 
     def __call__(self) -> Any:
-        """Run it again; the result is in the same tensors every time."""
+        """Run the function; the result is in the same tensors every time."""
         self._graph.replay()
         return self.result
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect garbage before and not within: an older graph or event that dies during a capture would spoil it."""
+    """Collect garbage before the block, not inside: freeing an old graph or event would break a capture."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

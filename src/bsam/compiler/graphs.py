@@ -1,4 +1,4 @@
-"""Traced graphs made smaller before they are compiled; none of it changes a number."""
+"""Simplifies traced graphs before they are compiled, without changing any number."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default,
 
 
 def merge_views(graph: GraphModule) -> None:
-    """Make one reshape of several in a row, one permutation of several, and none of those that change nothing.
+    """Merge consecutive reshapes, merge consecutive permutations, and remove those without effect.
 
-    vmap moves dimensions to and fro around every operation: most nodes of its graphs are such. Every view becomes a
-    reshape, which is a copy where the compiler chooses strides that ask for one.
+    vmap moves dimensions around every operation, so most nodes of its graphs are of this kind. Every view becomes a
+    reshape, which copies only if the strides that the compiler chooses need it.
     """
     for node in graph.graph.nodes:
         if node.target in _RESHAPES:
@@ -48,10 +48,10 @@ def _positive(order: list[int]) -> list[int]:
 
 
 def keep_layouts(graph: GraphModule) -> None:
-    """Have images that our operators read written as they read them, channels last, and once.
+    """Make the compiler write images once, in the layout that our operators read: channels last.
 
-    vmap's results have a dimension more. The compiler lays such out channel by channel, and would copy them for every
-    operator that reads them as images. What `as_strided` looks at it writes with the strides of the trace.
+    Results of vmap have one more dimension. The compiler would write them channel by channel, and copy them for every
+    operator that reads them as images. It writes the input of `as_strided` with the strides of the trace.
     """
     for node in list(graph.graph.nodes):
         if node.target is not aten.reshape.default or not _read_by_ours(node) or not _is_computed(node.args[0]):
@@ -59,7 +59,7 @@ def keep_layouts(graph: GraphModule) -> None:
         (source, shape), value = node.args, node.args[0].meta["val"]
         try:
             strides = torch.empty_strided(value.shape, value.stride(), device="meta").view(shape).stride()
-        except RuntimeError:  # as it was traced, it is a copy
+        except RuntimeError:  # the traced reshape is a copy
             continue
         with graph.graph.inserting_before(node):
             written = graph.graph.call_function(aten.as_strided.default, (source, shape, list(strides), 0))
@@ -73,18 +73,18 @@ def _read_by_ours(node: Node) -> bool:
 
 
 def _is_computed(node: Node) -> bool:
-    """Whether an operation on elements makes it, so that it has memory of its own."""
+    """Whether an elementwise operation computes the node, so that it has its own memory."""
     return node.target is aten._to_copy.default or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def share_copies(graph: GraphModule) -> None:
-    """Have copies that change a layout made once, if one of our operators reads them and something else too.
+    """Make a copy that changes a layout only once, if several operators read it and one of them is ours.
 
-    The compiler would make one for every operator that reads it. What `as_strided` looks at it writes.
+    The compiler would copy for every operator that reads it. It writes the input of `as_strided` only once.
     """
     for node in list(graph.graph.nodes):
-        told = node.target is aten.clone.default and node.kwargs.get("memory_format") in _LAYOUTS
-        if told and len(node.users) > 1 and _read_by_ours(node):
+        changes_layout = node.target is aten.clone.default and node.kwargs.get("memory_format") in _LAYOUTS
+        if changes_layout and len(node.users) > 1 and _read_by_ours(node):
             value = node.meta["val"]
             with graph.graph.inserting_after(node):
                 arguments = (node, list(value.shape), list(value.stride()), 0)
@@ -94,7 +94,7 @@ def share_copies(graph: GraphModule) -> None:
 
 
 def last_sums(graph: GraphModule) -> set[Node]:
-    """Nodes that depend only on weight gradients, and outputs that are put together of them."""
+    """Return the nodes that depend only on weight gradients, and outputs that concatenate them."""
     found: set[Node] = set()
     for node in graph.graph.nodes:
         late = [each in found or _is_weight_gradient(each) for each in node.all_input_nodes]

@@ -1,4 +1,4 @@
-"""Layers exchanged for those that suit vmap over the weights, while a network runs."""
+"""Replaces layers by versions for vmap over the weights, while a network runs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["OurLayers", "our_layers"]
 
 
 def our_layers(device: torch.device) -> AbstractContextManager[Any]:
-    """`OurLayers` on a device where they are faster, and nothing elsewhere."""
+    """Return `OurLayers` on a device where they are faster, and an empty context elsewhere."""
     return OurLayers() if better_on(device) else nullcontext()
 
 
 class OurLayers(TorchFunctionMode):
-    """Inside of it, the functions of torch that are registered are exchanged for ours, where ours can do it."""
+    """Inside this context, registered functions of torch are replaced by ours, if ours accept the arguments."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
-        """Exchange these, and leave the rest as it is."""
+        """Replace a registered function, and call any other unchanged."""
         options = options or {}
         ours = LAYERS.get(function)
         result = NotImplemented if ours is None else ours(*arguments, **options)

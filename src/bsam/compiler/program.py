@@ -1,8 +1,8 @@
-"""A compiled function as one operator, so that a traced step can call it twice and it is compiled once.
+"""A compiled function as one operator, so that a traced step can call it twice but compiles it once.
 
-A step of bSAM or SAM runs the network forward and backward two times, at different weights. Traced as it is, the
-compiler would see two networks. `Program` compiles one, and `bsam::program` stands for it in the trace of the step.
-Methods that train the same network share it in the compiler's cache.
+A step of bSAM or SAM runs the network forward and backward twice, at different weights. In a plain trace the compiler
+would see two networks. `Program` compiles one, and `bsam::program` represents it in the trace of the step. Methods that
+train the same network share it in the compiler's cache.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Program:
     """A function of trees of tensors, compiled.
 
     Args:
-        function: Takes trees of tensors, returns one.
-        arguments: Examples. Shapes and types of later ones must be the same.
-        stacked: The arguments have a dimension of runs in front: the program is called for one of them under vmap.
+        function: Takes trees of tensors, returns a tree of tensors.
+        arguments: Example arguments. Later arguments must have the same shapes and types.
+        stacked: Whether dimension 0 of the arguments is the run. If so, call the program under vmap over the runs.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], *, stacked: bool) -> None:
@@ -50,17 +50,17 @@ class Program:
         _PROGRAMS[self._number] = self
 
     def __call__(self, *arguments: Any) -> Any:
-        """What the function returns; may be traced, and under vmap over the runs if the program is stacked."""
+        """Return the function's result. The call may be traced; a stacked program needs vmap over the runs."""
         flat = [t.contiguous() for t in pytree.tree_leaves(arguments)]
         outputs = torch.ops.bsam.program(self._number, self._stacked, flat)
         return pytree.tree_unflatten(list(outputs), self._spec)
 
     def run(self, inputs: list[Tensor]) -> list[Tensor]:
-        """The outputs."""
+        """Return the outputs."""
         return list(self._compiled(*inputs))
 
     def fake(self, one_run: bool) -> list[Tensor]:
-        """Tensors like the outputs; like those of one run, if there is a dimension of runs."""
+        """Return empty tensors like the outputs, or like the outputs of one run."""
         first = 1 if one_run else 0
         return [
             torch.empty_strided(t.shape[first:], t.stride()[first:], dtype=t.dtype, device=self._device)
@@ -71,7 +71,7 @@ class Program:
 @torch.library.custom_op("bsam::program", mutates_args=())
 def _program(number: int, one_run: bool, inputs: Sequence[Tensor]) -> list[Tensor]:
     if one_run:
-        raise RuntimeError("a program for several runs was called for one: it belongs under vmap over them.")
+        raise RuntimeError("a program for several runs was called for one run: call it under vmap over the runs.")
     return _PROGRAMS[number].run(list(inputs))
 
 

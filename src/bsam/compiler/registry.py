@@ -1,4 +1,4 @@
-"""Where operators with kernels of their own register: nothing else in the compiler names them."""
+"""Registry of operators with our own kernels: the rest of the compiler does not name them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 __all__ = ["DECOMPOSITIONS", "LAYERS", "WEIGHT_GRADIENTS", "better_on", "register"]
 
 LAYERS: dict[Any, Callable[..., Any]] = {}
-"""Functions of torch, each with one to call in its place under vmap over the weights.
+"""Maps a function of torch to its replacement under vmap over the weights.
 
-It takes the same arguments, and returns NotImplemented where torch's own is to be used."""
+The replacement takes the same arguments, and returns NotImplemented where torch's function must be used."""
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
-"""Operators, each with a function that is traced in its place, or returns NotImplemented."""
+"""Maps an operator to a function that is traced in its place, or returns NotImplemented."""
 
 WEIGHT_GRADIENTS: set[tuple[Any, int | None]] = set()
-"""Operators whose output, or the one of their outputs with this number, is a gradient of weights."""
+"""Operators with a gradient of weights as output, and the number of that output if there are several."""
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -30,12 +30,12 @@ def register(
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
     weight_gradients: Iterable[tuple[Any, int | None]] = (),
 ) -> None:
-    """Make operators known to the compiler; see the three tables."""
+    """Add operators to the three tables above."""
     LAYERS.update(layers or {})
     DECOMPOSITIONS.update(decompositions or {})
     WEIGHT_GRADIENTS.update(weight_gradients)
 
 
 def better_on(device: torch.device) -> bool:
-    """Whether there are kernels for a device that are faster than torch's own."""
+    """Whether we have kernels for a device that are faster than torch's."""
     return device.type == "cuda" and _HAS_TRITON

@@ -1,4 +1,4 @@
-"""From a function of tensors to kernels: traced once, and compiled by TorchInductor."""
+"""Traces a function of tensors once, and compiles it with TorchInductor."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from bsam.torch_private import compile_graph, trace_graph
 __all__ = ["compile_function", "compile_in_two"]
 
 TOGETHER = {"combo_kernels": True}
-"""Option of the compiler: small kernels that are independent of each other become one. Large sums become slower."""
+"""Compiler option that merges small independent kernels into one. It makes large sums slower."""
 
 Function = Callable[..., Sequence[Tensor]]
 
 
 @torch.no_grad()
 def compile_function(function: Function, inputs: list[Tensor], *, unrolled: int = 0) -> Function:
-    """Trace `function(*inputs)` and compile what it did; it may write into its inputs.
+    """Trace `function(*inputs)` and compile the trace; the function may write into its inputs.
 
     Args:
         function: Takes tensors, returns a list of tensors.
-        inputs: Examples. Shapes, types and devices of later calls must be the same.
-        unrolled: Sums of so many elements are written out, and become a part of the kernels around them.
+        inputs: Example inputs. Later inputs must have the same shapes, types and devices.
+        unrolled: Sums of up to this number of elements are unrolled and fused with the kernels around them.
     """
-    options = {"unroll_reductions_threshold": unrolled + 1} if unrolled > 7 else {}  # up to 7 are anyway
+    options = {"unroll_reductions_threshold": unrolled + 1} if unrolled > 7 else {}  # up to 7 by default
     return _compile(_trace(function, inputs), inputs, options)
 
 
 @torch.no_grad()
 def compile_in_two(function: Function, inputs: list[Tensor]) -> Function:
-    """The same for a function that writes into none of its inputs, with its last sums compiled by themselves.
+    """Compile a function that does not write into its inputs, with its last sums as a separate part.
 
-    Gradients come as partial sums of many small tensors, at many places of a network. Put off to the end they are
-    independent of each other, and the compiler makes few kernels of them in place of one each.
+    Weight gradients are partial sums of many small tensors, spread over the network. At the end they are independent of
+    each other, and the compiler merges them into few kernels.
     """
     graph = _trace(function, inputs)
     last = last_sums(graph)
@@ -53,7 +53,7 @@ def compile_in_two(function: Function, inputs: list[Tensor]) -> Function:
 
 
 def _trace(function: Function, inputs: list[Tensor]) -> GraphModule:
-    # cuDNN's BatchNorm converts the layout of images, which vmap cannot do; traced without it, it is compiled too.
+    # cuDNN's BatchNorm converts the layout of images, which vmap cannot do. Without cuDNN, BatchNorm is compiled too.
     with torch.backends.cudnn.flags(enabled=False, allow_tf32=torch.backends.cudnn.allow_tf32):
         graph = trace_graph(function, inputs, DECOMPOSITIONS)
     graph.graph.eliminate_dead_code()
@@ -65,15 +65,15 @@ def _trace(function: Function, inputs: list[Tensor]) -> GraphModule:
 
 
 def _compile(graph: GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Function:
-    with interruptible():  # it takes long, and writes nothing of the user's
+    with interruptible():  # it takes long, and does not write to the user's tensors
         return compile_graph(graph, inputs, options)
 
 
 class _CompileParts(Interpreter):
-    """Runs a module of parts for once, compiles each part as it comes, and puts it in its place."""
+    """Runs a module of parts once, and replaces each part by its compiled version."""
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compile a part with the inputs it is given."""
+        """Compile a part for these inputs."""
         part = _Compiled(_compile(self.fetch_attr(target), list(args), TOGETHER))
         setattr(self.module, target, part)
         return part(*args)
@@ -85,5 +85,5 @@ class _Compiled(nn.Module):
         self.compiled = compiled
 
     def forward(self, *inputs: Tensor) -> Any:
-        """What the part returns: one tensor, or several."""
+        """Return the part's result: one tensor, or several."""
         return self.compiled(*inputs)

@@ -1,4 +1,4 @@
-"""The fast path: whole training steps compiled and captured, several runs at once."""
+"""Compiled and captured training steps, for one run or several at once."""
 
 from bsam.engine.train_step import TrainStep
 

@@ -1,4 +1,4 @@
-"""The steps of torch's optimizers, one per run, with the gradients of a compiled part; captured on CUDA."""
+"""Steps of torch's optimizers, one per run, with the gradients of a compiled step; captured on CUDA."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class BaseSteps:
     """Steps each run's optimizer.
 
     Args:
-        steps: One per run.
+        steps: One step per run.
         packs: The parameters.
-        gradients: Of each pack, (runs, elements).
-        refused: (runs), 1 for the runs whose step is left out.
+        gradients: One tensor (runs, elements) per pack.
+        refused: (runs), 1 for the runs whose step is skipped.
         capture: Whether to capture the steps in a CUDA graph, where that is possible.
     """
 
@@ -61,7 +61,7 @@ class BaseSteps:
 
 
 def snapshot(tensors: list[Tensor]) -> Callable[[], None]:
-    """What puts the present values of the tensors back."""
+    """Copy the tensors' present values; return a function that writes them back."""
     saved = [t.clone() for t in tensors]
 
     def undo() -> None:

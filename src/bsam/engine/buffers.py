@@ -1,4 +1,4 @@
-"""The buffers of several models, stacked: each model's own are views of the stacks."""
+"""The buffers of several models, stacked: the models' buffers become views of the stacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["StackedBuffers"]
 
 
 class StackedBuffers:
-    """Stacks the buffers of models of one architecture, and makes them views of the stacks."""
+    """Stacks the buffers of models of one architecture, and replaces the buffers by views of the stacks."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         owners = [
@@ -26,7 +26,7 @@ class StackedBuffers:
             for module in modules
         ]
         self.stacks: dict[str, Tensor] = {}
-        """By name in a `LossModule`, one row per model."""
+        """Stacks by name in a `LossModule`, one row per model."""
         for column in zip(*owners, strict=True):
             stack = torch.stack([b for _, _, _, b in column])
             self.stacks[column[0][0]] = stack
@@ -35,7 +35,7 @@ class StackedBuffers:
         self._views = [(owner, name, own_buffers(owner)[name]) for column in owners for _, owner, name, _ in column]
 
     def adopt(self) -> None:
-        """Take over buffers that were replaced, by loading say."""
+        """Copy buffers that were replaced, for example by loading a state, into the stacks."""
         for owner, name, view in self._views:
             now = own_buffers(owner)[name]
             if now is not view and now is not None and view is not None:

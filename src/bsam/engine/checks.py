@@ -1,4 +1,4 @@
-"""What must hold for runs to be trained by one `TrainStep`, when it is made and at every step."""
+"""Checks of the runs of one `TrainStep`, when it is made and at every step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["alike", "fixed_options", "one_architecture", "reached", "rows_of_run
 
 
 def alike(methods: Sequence[Method]) -> None:
-    """Raise unless the optimizers of all runs are of one kind, with the same options but for their rates and seeds."""
+    """Raise unless the optimizers of all runs are of one class, with the same options except rates and seeds."""
     first = methods[0]
     for method in methods[1:]:
         if type(method) is not type(first) or len(method.param_groups) != len(first.param_groups):
-            raise ValueError("runs that are trained together must have optimizers of one kind, with the same groups.")
+            raise ValueError("runs that are trained together must have optimizers of one class, with the same groups.")
         for group, other in zip(first.param_groups, method.param_groups, strict=True):
             one, two = first._fixed(group), method._fixed(other)
             differ = [key for key in {**one, **two} if key != "seed" and one.get(key) != two.get(key)]
             if differ:
                 raise ValueError(
                     f"the runs differ in {differ[0]}: {one.get(differ[0])} and {two.get(differ[0])}. Runs that are "
-                    "trained together may differ in seed, weights, data and rates only."
+                    "trained together may differ only in seed, weights, data and rates."
                 )
 
 
@@ -46,15 +46,15 @@ def one_architecture(modules: Sequence[nn.Module], keys: list[list[str]], slots:
     for run, other in enumerate(seen):
         if other != seen[0]:
             raise ValueError(
-                f"the model of run {run} differs from that of run 0: runs that are trained together must have one "
-                "architecture, frozen parameters and train() or eval() included."
+                f"the model of run {run} differs from the model of run 0: runs that are trained together must have the "
+                "same architecture, the same frozen parameters, and the same modes (train() or eval())."
             )
 
 
 def reached(
     modules: Sequence[nn.Module], slots: list[list[Slot]], loss_fns: Sequence[LossFunction], part: tuple[Any, ...]
 ) -> list[bool]:
-    """Which slots are part of the loss of a part of a batch; raise unless some are, the same in all runs."""
+    """Return which slots the loss of a sub-batch uses; raise unless it uses some, and the same in all runs."""
     found: list[list[bool]] = []
     for run, (module, own, loss_fn) in enumerate(zip(modules, slots, loss_fns, strict=True)):
         found.append(reached_by(module, [slot.parameter for slot in own], loss_fn, part))
@@ -64,12 +64,12 @@ def reached(
                 f"no gradient reaches any parameter of the optimizer{of_run}: does loss_fn use the module?"
             )
         if found[run] != found[0]:
-            raise ValueError(f"the loss of run {run} uses other parameters than that of run 0.")
+            raise ValueError(f"the loss of run {run} uses other parameters than the loss of run 0.")
     return found[0]
 
 
 def rows_of_runs(batch: tuple[Any, ...], runs: int) -> None:
-    """Raise unless every tensor of a batch has one row per run, and rows that can be cut."""
+    """Raise unless every tensor of a batch has one row per run, and a dimension of examples."""
     tensors: list[Tensor] = []
     map_tensors(tensors.append, batch)
     for shape in (tuple(t.shape) for t in tensors):
@@ -80,7 +80,7 @@ def rows_of_runs(batch: tuple[Any, ...], runs: int) -> None:
 
 
 def fixed_options(methods: Sequence[Method]) -> list[dict[str, Any]]:
-    """The options that are compiled in, of each group of each run."""
+    """Return the options that are compiled in, of each group of each run."""
     return [dict(method._fixed(group)) for method in methods for group in method.param_groups]
 
 
@@ -88,11 +88,11 @@ def unchanged(fixed: list[dict[str, Any]], methods: Sequence[Method]) -> None:
     """Raise if an option that is compiled in was changed."""
     now = fixed_options(methods)
     if len(now) != len(fixed):
-        raise ValueError("a group of parameters was added after the TrainStep was made: make a new one.")
+        raise ValueError("a group of parameters was added after the TrainStep was made: make a new TrainStep.")
     for group, before in zip(now, fixed, strict=True):
         for name in {**before, **group}:
             if group.get(name) != before.get(name):
                 raise ValueError(
-                    f"{name} was {before.get(name)} when the TrainStep was made, and is {group.get(name)} now: make a "
-                    "new one, because it is compiled in."
+                    f"{name} was {before.get(name)} when the TrainStep was made, and is {group.get(name)} now. It is "
+                    "compiled in: make a new TrainStep."
                 )

@@ -1,4 +1,4 @@
-"""The weights of the first pass of a compiled step: a sample per split, drawn before the traced part reads it."""
+"""The weights of the first pass of a compiled step: one sample per split, drawn before the traced step reads it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["Draws"]
 
 
 class Draws:
-    """Draws the noise of all runs and splits.
+    """Draws the sampled weights of all runs and splits.
 
-    On CUDA a kernel does it for a whole pack, because it keeps its noise in registers; elsewhere the method's own
-    `_theta` does it, parameter by parameter.
+    On CUDA one kernel samples a whole pack and keeps the noise in registers. Elsewhere the method's `_theta` samples
+    one parameter at a time.
 
     Args:
-        methods: One per run.
+        methods: One method per run.
         packs: Their parameters.
         group_of: The number of each pack's group.
-        rates: Of the methods.
-        splits: How many samples a step takes.
+        rates: The rates of the methods.
+        splits: Number of samples per step.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Draws:
     ) -> None:
         self._methods, self._rates = methods, rates
         self.sampled = [methods[0]._noise_precision(pack.runs[0][0]) is not None for pack in packs]
-        """Which packs have noise in the first pass."""
+        """For each pack, whether it is sampled in the first pass."""
         chosen = [(pack, group) for pack, group, noisy in zip(packs, group_of, self.sampled, strict=True) if noisy]
         self._packs = [pack for pack, _ in chosen]
         self._groups = [group for _, group in chosen]
@@ -42,7 +42,7 @@ class Draws:
             torch.zeros((len(methods), splits, pack.numel), device=device, dtype=pack.runs[0][0].dtype)
             for pack in self._packs
         ]
-        """(runs, splits, elements) of each of them."""
+        """One tensor (runs, splits, elements) per sampled pack."""
         self._ends = [pack.ends() for pack in self._packs]
         self._seeds: Tensor | None = None
         if self._packs:
@@ -57,7 +57,7 @@ class Draws:
             ]
 
     def __call__(self) -> None:
-        """Put the weights of the first pass of the next step into `theta`."""
+        """Write the weights of the first pass of the next step into `theta`."""
         for i, theta in enumerate(self.theta):
             if theta.device.type == "cuda" and theta.dtype == torch.float32:
                 self._by_kernel(i, theta)
@@ -65,7 +65,7 @@ class Draws:
                 self._by_method(i, theta)
 
     def noise_precision(self, i: int) -> Tensor:
-        """`_noise_precision` of a whole pack, (runs, elements)."""
+        """Return `_noise_precision` of a whole pack, (runs, elements)."""
         pack, method, index = self._packs[i], self._methods[0], self._groups[i]
         rates = self._rates.tensor[:, index, None].to(pack.runs[0][0].dtype)  # (runs, 1, columns)
         group = self._rates.read(method.param_groups[index], rates)

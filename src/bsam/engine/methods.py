@@ -1,4 +1,4 @@
-"""What `TrainStep` asks of an optimizer, and torch's own optimizers in that shape."""
+"""The interface that `TrainStep` needs of an optimizer, and a wrapper of torch's optimizers that has it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Method", "Plain", "method_of"]
 
 
 class Plain:
-    """One of torch's optimizers, in the shape of those that probe: one gradient, at the weights."""
+    """A torch optimizer with the interface of `ProbingOptimizer`: one gradient, at the present weights."""
 
     process_group: dist.ProcessGroup | None = None
     rates: tuple[str, ...] = ("lr",)
@@ -38,16 +38,16 @@ class Plain:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's own, which loading a state replaces."""
+        """The optimizer's groups; loading a state replaces them."""
         return self._optimizer.param_groups
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were left out."""
+        """The number of skipped steps."""
         return 0 if self._skipped is None else int(self._skipped)
 
     def step(self, closure: LossFunction, *batch: Any) -> Tensor:
-        """One step without a trace, that raises if a number is not finite, before anything has changed."""
+        """Take one eager step; raise before any change if a loss or gradient is not finite."""
         with deferred(), torch.no_grad(), restored_on_failure(BufferSnapshot(all_buffers(self._module))):
             parameters = [slot.parameter for slot in self._slots()]
             clear_gradients(self._optimizer)
@@ -61,7 +61,7 @@ class Plain:
         return {"splits": 1, "batch_norm": "first_split", "max_grad_norm": None, "nonfinite": "raise"}[name]
 
     def _fixed(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {}  # its step reads them all
+        return {}  # the torch optimizer reads all options at every step
 
     def _slots(self) -> list[Slot]:
         return slots_of(self._optimizer, None)
@@ -73,7 +73,7 @@ class Plain:
         pass
 
     def _warn_of_unseen(self, slots: list[Slot], stacklevel: int) -> None:
-        pass  # torch leaves them as they are without a word
+        pass  # torch skips them without a warning
 
     def _state_of(self, slot: Slot) -> dict[str, Tensor]:
         return {}
@@ -90,7 +90,7 @@ class Plain:
     def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
         tally.add("gradient", grad_at(theta))
 
-    def _apply(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
+    def _apply(self, slots: list[Slot], averages: dict[str, list[Tensor]], accept: Tensor | None) -> None:
         raise NotImplementedError
 
     def _base_step(self) -> BaseStep:
@@ -101,5 +101,5 @@ Method = ProbingOptimizer | Plain
 
 
 def method_of(optimizer: Optimizer, module: nn.Module) -> Method:
-    """The optimizer itself, or one of torch's in its shape."""
+    """Return the optimizer itself, or a torch optimizer wrapped in `Plain`."""
     return optimizer if isinstance(optimizer, ProbingOptimizer) else Plain(optimizer, module)

@@ -1,8 +1,8 @@
-"""Parameters and their state packed into few long buffers, so that a formula is one kernel, and not one per parameter.
+"""Parameters and their state packed into few long buffers, so that a formula is one kernel, not one per parameter.
 
 A pack holds the small parameters of one group, or one large parameter, of all runs that are trained together:
-(runs, elements). The parameters become views of it, and so do the tensors of their state; they stay the objects they
-were, in the model and in the optimizer.
+(runs, elements). The parameters and the tensors of their state become views of the pack. They remain the same objects
+in the model and in the optimizer.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from bsam.optim.probing import Slot
 __all__ = ["Pack", "PackSlot", "make_packs"]
 
 ALIGNMENT = 4
-"""Parameters begin at multiples of so many elements, for wide loads."""
+"""Parameters begin at multiples of this number of elements, for wide loads."""
 LARGE = 2**21
-"""From so many elements on a parameter is a pack of its own: it fills the device alone."""
+"""A parameter with this number of elements or more is a pack by itself: it fills the device alone."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class PackSlot(Slot):
     """A pack in the place of a parameter, in the formulas of a method."""
 
     ends: Tensor | None = None
-    """Where each of its parameters ends, what fills up included; None if it has but one."""
+    """The end of each parameter in the pack, padding included; None if there is only one parameter."""
 
     def per_element(self, value: Tensor) -> Tensor:
         """Broadcast one number per parameter of the pack to the elements."""
@@ -41,16 +41,16 @@ class PackSlot(Slot):
 
 @dataclass
 class Pack:
-    """Some slots of each run; those of one place have one shape, in all runs."""
+    """Slots of all runs, packed; slots at the same place have the same shape in all runs."""
 
     runs: list[list[Slot]]
     """The slots of each run."""
     names: list[str]
-    """By which the model knows their parameters."""
+    """The names of their parameters in the model."""
     weights: Tensor = field(init=False)
     """(runs, elements)."""
     state: dict[str, Tensor] = field(init=False)
-    """(runs, elements), or (runs, parameters) for what is one number per parameter."""
+    """(runs, elements), or (runs, parameters) for per-parameter scalars."""
 
     def __post_init__(self) -> None:
         self.shapes = [slot.parameter.shape for slot in self.runs[0]]
@@ -71,7 +71,7 @@ class Pack:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Take the present values over, and make the parameters and their states views of the pack."""
+        """Copy the present values into the pack, and make parameters and states views of it."""
         for run, slots in enumerate(self.runs):
             for place, slot in enumerate(slots):
                 view = self.view(self.weights, run, place)
@@ -85,7 +85,7 @@ class Pack:
                     slot.state[name] = part
 
     def view(self, buffer: Tensor, run: int, place: int) -> Tensor:
-        """The part of a buffer (runs, elements) that belongs to one parameter of one run."""
+        """Return the part of a buffer (runs, elements) that belongs to one parameter of one run."""
         start = self.offsets[place]
         return buffer[run, start : start + self.sizes[place]].view(self.shapes[place])
 
@@ -98,7 +98,7 @@ class Pack:
     # ------------------------------------------------------------------ in a traced step, for one run and one split
 
     def unpack(self, flat: Tensor) -> dict[str, Tensor]:
-        """The weights by name."""
+        """Split flat weights into the parameters, by name."""
         dtype = self.weights.dtype
         return {
             name: flat[start : start + size].view(shape).to(dtype)

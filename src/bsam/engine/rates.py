@@ -17,8 +17,8 @@ class Rates:
     """The options that methods declare as rates, one number per column: a pair such as `betas` takes two.
 
     Args:
-        methods: One per run.
-        device: Where the rates are read.
+        methods: One method per run.
+        device: The device that reads the rates.
     """
 
     def __init__(self, methods: Sequence[Method], device: torch.device) -> None:
@@ -39,7 +39,7 @@ class Rates:
         return True
 
     def read(self, group: dict[str, Any], columns: Tensor) -> dict[str, Any]:
-        """The group with its rates as tensors, from columns in the last dimension."""
+        """Return the group with its rates as tensors, taken from the last dimension of `columns`."""
         left = iter(columns.unbind(-1))
         rates: dict[str, Any] = {}
         for name in self._names:
@@ -48,7 +48,7 @@ class Rates:
         return {**group, **rates}
 
     def column(self, name: str) -> Tensor:
-        """One rate of every group, (runs, groups)."""
+        """Return one rate of every group, (runs, groups)."""
         groups = [self.read(group, self.tensor[:, i]) for i, group in enumerate(self._methods[0].param_groups)]
         return torch.stack([group[name] for group in groups], -1)
 

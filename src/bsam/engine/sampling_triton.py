@@ -1,4 +1,4 @@
-"""Samples of the posterior in one pass over memory: noise from Philox in registers, weights written once.
+"""Samples the posterior in one pass over memory: noise from Philox in registers, weights written once.
 
 The numbers are those of `bsam.noise_cuda`: the key is the seed, the counter is (block of four elements of a parameter,
 step, split, parameter).
@@ -17,7 +17,7 @@ __all__ = ["BLOCK", "block_table", "sample_posterior"]
 
 QUADS = 256
 BLOCK = 4 * QUADS
-"""Elements of one program."""
+"""Elements per program."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -27,7 +27,7 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
     block, split, run = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     entry = table + block * 5
     parameter, place = tl.load(entry).to(tl.int32), tl.load(entry + 1)
-    # Parameters begin and packs end at multiples of four: loads and stores are of four, what fills up included.
+    # Parameters begin and packs end at multiples of four: loads and stores are of four elements, padding included.
     flat, local = tl.multiple_of(tl.load(entry + 2), 4), tl.multiple_of(tl.load(entry + 3), 4)
     size = tl.multiple_of((tl.load(entry + 4) + 3) // 4 * 4, 4)
     numel = tl.multiple_of(numel, 4)
@@ -45,13 +45,16 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
 
 
 def block_table(indices: list[int], offsets: list[int], sizes: list[int], device: torch.device) -> Tensor:
-    """For each block of a pack: its parameter, the place of that, where it begins in both, the parameter's size.
+    """Make a table with one row per block of a pack.
+
+    A row holds the parameter's noise index, its place in the pack, the start of the block in the pack and in the
+    parameter, and the parameter's size.
 
     Args:
-        indices: The address of each parameter's noise.
-        offsets: Where each parameter begins in the pack.
-        sizes: How many elements each has.
-        device: Where the table will be read.
+        indices: The index of each parameter's noise.
+        offsets: The start of each parameter in the pack.
+        sizes: The number of elements of each parameter.
+        device: The device that reads the table.
     """
     rows = [
         (index, place, offset + local, local, size)
@@ -71,8 +74,8 @@ def sample_posterior(
         omega: (runs, elements).
         s: (runs, elements).
         table: From `block_table`.
-        steps: How many steps each parameter of each run has taken, (runs, parameters).
-        seeds: Of the runs.
+        steps: Number of steps taken by each parameter of each run, (runs, parameters).
+        seeds: One seed per run.
         N: Number of examples.
     """
     runs, splits, numel = theta.shape

@@ -1,7 +1,7 @@
-"""One step of a method as a function of tensors, for one run or several: what is traced and compiled.
+"""One step of a method as a function of tensors, for one run or several; it is traced and compiled.
 
-The method's own probe and update run on packs in the place of parameters, the probe under vmap over the splits, all of
-it under vmap over the runs. No formula of a method is written a second time.
+The method's own probe and update run on packs in place of parameters: the probe under vmap over the splits, the whole
+step under vmap over the runs. No formula of a method is written a second time.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ __all__ = ["TracedStep"]
 
 
 class TracedStep:
-    """The step as a function of all it reads; it writes into these tensors.
+    """The step as a function of all tensors that it reads; it writes into these tensors.
 
     Args:
-        method: The method of the first run; those of the others differ in rates and seeds.
-        module: Its model.
-        loss_fn: Its loss function.
+        method: The method of the first run; the other methods differ only in rates and seeds.
+        module: The model of the first run.
+        loss_fn: The loss function of the first run.
         packs: The parameters of all runs.
         group_of: The number of each pack's group.
-        rates: Of all methods.
-        sampled: Which packs have noise in the first pass.
+        rates: The rates of all methods.
+        sampled: For each pack, whether it is sampled in the first pass.
         part: A sub-batch, for its structure.
-        splits: How many there are.
+        splits: Number of sub-batches.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class TracedStep:
         self._spec: Any = None
 
     def flatten(self, inputs: dict[str, Any]) -> list[Tensor]:
-        """All tensors that a step reads and writes, in the order in which the step takes them.
+        """Return all tensors that a step reads and writes, in the order of its arguments.
 
         Args:
-            inputs: `theta`, `weights`, `state`, `buffers`, `batch`, `losses`, `skipped`, `refused` and `gradients`,
-                each with a dimension of runs in front.
+            inputs: `theta`, `weights`, `state`, `buffers`, `batch`, `losses`, `skipped`, `refused` and `gradients`;
+                dimension 0 of each is the run.
         """
         flat, self._spec = pytree.tree_flatten({**inputs, "rates": self._rates.tensor, "ends": self._ends})
         return flat
 
     def compile_gradient(self, batch: list[Tensor], buffers: dict[str, Tensor]) -> None:
-        """Compile the gradients at given weights by themselves, because a step may ask for them twice."""
+        """Compile the gradients separately, because a step may compute them twice."""
         if self._method.per_example:
             return
 
@@ -91,7 +91,7 @@ class TracedStep:
             self._program = Program(together, (weights, rows, stacks), stacked=True)
 
     def __call__(self, *flat: Tensor) -> list[Tensor]:
-        """One step of each run."""
+        """Take one step of each run."""
         given = pytree.tree_unflatten(list(flat), self._spec)
         outputs = {name: given[name] for name in ("weights", "state", "buffers", "losses", "refused", "gradients")}
         read = {name: given[name] for name in ("theta", "weights", "state", "buffers", "batch", "rates")}
@@ -107,14 +107,14 @@ class TracedStep:
         return []
 
     def _one(self, given: dict[str, Any], ends: dict[int, Tensor]) -> dict[str, Any]:
-        """The step of one run, as formulas."""
+        """Compute the step of one run, as formulas."""
         slots = self._pack_slots(given, ends)
         drawn = iter(given["theta"])
         theta = [
             next(drawn) if sampled else slot.mean.expand(self._splits, *slot.mean.shape)
             for slot, sampled in zip(slots, self._sampled, strict=True)
         ]
-        losses, statistics, moved = probe_stack(
+        losses, averages, moved = probe_stack(
             self._method,
             slots,
             self._loss_module,
@@ -126,13 +126,13 @@ class TracedStep:
             {name: b.expand(self._splits, *b.shape) for name, b in given["buffers"].items()},
             self._program,
         )
-        finite = all_finite([*losses, *(t for tensors in statistics.values() for t in tensors)])
-        clip_gradient(statistics["gradient"], self._method._option("max_grad_norm"))
+        finite = all_finite([*losses, *(t for tensors in averages.values() for t in tensors)])
+        clip_gradient(averages["gradient"], self._method._option("max_grad_norm"))
         gradients = []
         if self._has_base:
-            gradients = [g.to(slot.mean.dtype) for g, slot in zip(statistics["gradient"], slots, strict=True)]
+            gradients = [g.to(slot.mean.dtype) for g, slot in zip(averages["gradient"], slots, strict=True)]
         else:
-            self._method._apply(slots, statistics, finite)
+            self._method._apply(slots, averages, finite)
         return {
             "weights": [slot.parameter for slot in slots],
             "state": [slot.state for slot in slots],
@@ -146,7 +146,7 @@ class TracedStep:
         slots: list[Slot] = []
         columns = zip(self._packs, self._group_of, given["weights"], given["state"], strict=True)
         for number, (pack, index, weights, state) in enumerate(columns):
-            own = {name: value.clone() for name, value in state.items()}  # written to, as is the parameter
+            own = {name: value.clone() for name, value in state.items()}  # the update writes to state and parameter
             group = self._rates.read(self._method.param_groups[index], given["rates"][index])
             first = pack.runs[0][0].index
             slots.append(PackSlot(first, weights.clone(), group, weights, own, ends=ends.get(number)))

@@ -1,9 +1,9 @@
 """`TrainStep`: a whole step, traced from the optimizer's own formulas, compiled, and captured in a CUDA graph.
 
-The step of a method is its probe and its update, as in `optimizer.step`. Here they are run once on tensors that only
-record what is done with them: the probe under vmap over the splits (and the runs), on parameters packed into long
-buffers. What was recorded is compiled. There is no second copy of any formula but one: on CUDA the sampling of line 3
-of bSAM and VOGN is a kernel of its own, because it keeps its noise in registers.
+The step of a method is its probe and its update, as in `optimizer.step`. Here they run once on tensors that only record
+the operations: the probe under vmap over the splits (and the runs), on parameters packed into long buffers. The record
+is compiled. Only one formula has a second copy: on CUDA a kernel samples the weights (line 3 of bSAM and VOGN), and
+keeps the noise in registers.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ __all__ = ["TrainStep"]
 class TrainStep:
     """A compiled training step: `step(x, y)` in place of `optimizer.step(loss_fn, x, y)`.
 
-    Schedulers, checkpoints and resuming work as before: weights and state are the model's and the optimizer's own. A
-    batch of another shape than the example, or a model in another mode (`eval()`, frozen parameters) than when the step
-    was made, goes through the plain loop. A step that meets a loss or gradient that is not finite is left out, on the
-    device; with `nonfinite="raise"` the error comes as soon as the device has said so, which may be a few steps later,
-    or when `check()` asks. Gradients that are in `p.grad` before a step play no part in it; `p.grad` is left alone,
-    unless a torch optimizer needs it or the step goes through the loop.
+    Schedulers, checkpoints and resuming work as before: weights and state are the model's and the optimizer's own. The
+    plain loop handles a batch whose shape differs from the example's, and a model whose mode has changed since the step
+    was made (`eval()`, frozen parameters). If a loss or gradient is not finite, the device skips the step. With
+    `nonfinite="raise"` the error is raised when the device has reported the skipped step, which may be a few steps
+    later, or in `check()`. A compiled step neither reads nor writes `p.grad`, except for the gradient of a torch
+    optimizer.
 
-    Several runs can be trained together: give a list of optimizers, each with a model of its own and of the same
-    architecture, a list of loss functions, and batches with a dimension of runs in front. One step is one step of
-    each run. The runs may differ in their rates: `lr`, `rho`, `prior_precision`, `damping` and `betas`, and in all
-    options of torch's optimizers.
+    Several runs can be trained together: give a list of optimizers, each with its own model of the same architecture, a
+    list of loss functions, and batches whose dimension 0 is the run. One step is one step of each run. The runs may
+    differ in their rates (`lr`, `rho`, `prior_precision`, `damping` and `betas`), and in all options of torch's
+    optimizers.
 
     Args:
-        optimizer: An optimizer of this package made with `module=`, or one of `torch.optim`.
-        loss_fn: Returns the mean loss of the batch it is given, with weights it looks up in the module.
-        example_batch: A batch. Its shapes and types are compiled in, and whatever in it is no tensor.
-        module: The model, where the optimizer does not know it.
-        compile: False runs the traced formulas as they are.
-        cuda_graph: Whether to capture the step: `"auto"` on CUDA, if the step is compiled.
+        optimizer: An optimizer of this package made with `module=`, or a torch optimizer.
+        loss_fn: Returns the mean loss of a batch, with weights that it looks up in the module.
+        example_batch: A batch. Its shapes, its types and its objects other than tensors are compiled in.
+        module: The model, if the optimizer does not know it.
+        compile: False runs the formulas without compiling them.
+        cuda_graph: Whether to capture the step in a CUDA graph: `"auto"` on CUDA, if the step is compiled.
         precision: `"bfloat16"` runs `loss_fn` under autocast.
 
     Examples:
@@ -86,7 +86,7 @@ class TrainStep:
         if not len(self.optimizers) == len(loss_fns) == len(self.modules):
             raise ValueError(
                 f"{len(self.optimizers)} optimizers, {len(loss_fns)} loss functions and {len(self.modules)} modules: "
-                "give one of each for a run."
+                "give one of each per run."
             )
         if precision not in (None, "float32", "bfloat16"):
             raise ValueError(f"precision={precision!r} must be None, 'float32' or 'bfloat16'.")
@@ -97,7 +97,7 @@ class TrainStep:
         self._methods: list[Method] = [method_of(o, m) for o, m in zip(self.optimizers, self.modules, strict=True)]
         method = self._methods[0]
         if method.process_group is not None:
-            raise ValueError("process_group= goes with optimizer.step: TrainStep trains on one device.")
+            raise ValueError("process_group= goes with optimizer.step: TrainStep trains on one device only.")
         checks.alike(self._methods)
 
         runs = len(self.optimizers)
@@ -113,19 +113,19 @@ class TrainStep:
         if reason is None and len(parts) < self._splits:
             reason = f"a batch of {parts[0][1] * len(parts)} examples cannot be cut into {self._splits} parts"
         if reason is not None:
-            raise ValueError(f"no step can be made of this batch and optimizer: {reason}.")
+            raise ValueError(f"TrainStep is not possible with this batch and optimizer: {reason}.")
         self._part = parts[0][0]
         slots = [each._slots() for each in self._methods]
         keys = [keys_of(m, [slot.parameter for slot in own]) for m, own in zip(self.modules, slots, strict=True)]
         checks.one_architecture(self.modules, keys, slots)
         reached = checks.reached(self.modules, slots, self._loss_fns, self._part)
 
-        # All is known to be good: from here on parameters and buffers become views of what the step reads.
-        kept = [[slot for slot, found in zip(own, reached, strict=True) if found] for own in slots]
+        # All checks have passed: from here on parameters and buffers become views of the tensors that the step reads.
+        used = [[slot for slot, found in zip(own, reached, strict=True) if found] for own in slots]
         names = [key for key, found in zip(keys[0], reached, strict=True) if found]
-        left = [[slot for slot, found in zip(own, reached, strict=True) if not found] for own in slots]
-        method._warn_of_unseen(left[0], stacklevel=3)
-        self._packs = make_packs(kept, names)
+        unused = [slot for slot, found in zip(slots[0], reached, strict=True) if not found]
+        method._warn_of_unseen(unused, stacklevel=3)
+        self._packs = make_packs(used, names)
         group_of = [_position(pack.runs[0][0].group, method.param_groups) for pack in self._packs]
         self._places = [
             (run, slot, group)
@@ -145,8 +145,8 @@ class TrainStep:
         self._skipped = torch.tensor([m.skipped_steps for m in self._methods], device=self.device)
         for run, each in enumerate(self._methods):
             each._skipped = self._skipped[run]
-        refused = torch.zeros(runs, device=self.device)  # 1 for the runs whose last step was left out
-        self._losses = torch.zeros(runs, device=self.device, dtype=torch.promote_types(torch.float32, kept[0][0].dtype))
+        refused = torch.zeros(runs, device=self.device)  # 1 for the runs whose last step was skipped
+        self._losses = torch.zeros(runs, device=self.device, dtype=torch.promote_types(torch.float32, used[0][0].dtype))
         self._draws = Draws(self._methods, self._packs, group_of, self._rates, self._splits)
         self._watch = Watch(self._skipped) if method._option("nonfinite") == "raise" else None
         captures = cuda_graph is True or (cuda_graph == "auto" and compile and self.device.type == "cuda")
@@ -155,16 +155,16 @@ class TrainStep:
         base_steps = [step for each in self._methods if (step := each._base_step()) is not None]
         if base_steps:
             gradients = [torch.zeros_like(pack.weights) for pack in self._packs]
-            self._lr = self._rates.column("lr").float()  # as torch's optimizers read them: (runs, groups)
+            self._lr = self._rates.column("lr").float()  # (runs, groups), in the type that torch's optimizers read
             self._base_steps = BaseSteps(base_steps, self._packs, gradients, refused, capture=captures)
 
-        from bsam.compiler.capture import Captured  # here: they take a second to import
+        from bsam.compiler.capture import Captured  # imported here, because these imports take a second
         from bsam.compiler.tracing import compile_function
         from bsam.engine.traced import TracedStep
 
         self._fill(_tensors(self._example))
         self._send_rates()
-        traced = self._traced = TracedStep(  # which keeps its compiled gradient alive
+        traced = self._traced = TracedStep(  # an attribute, to keep its compiled gradient alive
             method,
             self.modules[0],
             self._loss_fns[0],
@@ -189,7 +189,7 @@ class TrainStep:
             }
         )
         function: Callable[..., Any] = torch.no_grad()(traced)
-        if compile:  # means over the splits join what reads their gradients, unless they are very many
+        if compile:  # means over up to 32 splits are fused with the kernels that read the gradients
             traced.compile_gradient(self._batch, self._buffers.stacks)
             function = compile_function(traced, flat, unrolled=min(self._splits, 32))
 
@@ -202,7 +202,7 @@ class TrainStep:
     # ------------------------------------------------------------------ a step
 
     def __call__(self, *batch: Any) -> Tensor:
-        """Take one step; returns the mean loss of the first pass (of each run, if there are several)."""
+        """Take one step; return the mean loss of the first pass (one loss per run, if there are several)."""
         with deferred(), torch.no_grad():
             return self._step(batch)
 
@@ -231,15 +231,15 @@ class TrainStep:
         return self._losses.clone() if self._stacked else self._losses[0].clone()
 
     def check(self) -> None:
-        """Wait for the device, and raise if it left out a step and `nonfinite="raise"`; for the end of training."""
+        """Wait for the device; with `nonfinite="raise"`, raise if it skipped a step. Call it at the end of training."""
         if self._watch is not None:
             self._watch.look(self._skipped, wait=True)
 
     def _loop(self, stacked: tuple[Any, ...]) -> Tensor:
-        """The step of a batch of another shape: each run by itself. All take it before an error is raised."""
+        """Step each run by itself, for a batch of another shape. All runs step before an error is raised."""
         losses, errors = [], []
         for run, (method, loss_fn) in enumerate(zip(self._methods, self._loss_fns, strict=True)):
-            clear_gradients(self.optimizers[run])  # as in a compiled step, they play no part
+            clear_gradients(self.optimizers[run])  # a compiled step ignores them too
             try:
                 losses.append(method.step(loss_fn, *_of_run(stacked, run)))
             except FloatingPointError as error:
@@ -248,7 +248,7 @@ class TrainStep:
             raise errors[0]
         return torch.stack(losses) if self._stacked else losses[0]
 
-    # ------------------------------------------------------------------ what a step reads
+    # ------------------------------------------------------------------ the tensors that a step reads
 
     def _fill(self, tensors: list[Tensor]) -> None:
         for buffer, tensor in zip(self._batch, tensors, strict=True):
@@ -259,13 +259,13 @@ class TrainStep:
             self._lr.copy_(self._rates.column("lr"))
 
     def _register(self) -> None:
-        """Make the states, which are views of the packs, the optimizers' own."""
+        """Store the states, which are views of the packs, in the optimizers."""
         for run, method in enumerate(self._methods):
             method._own([slot for pack in self._packs for slot in pack.runs[run]])
         self._addresses = [slot.parameter.data_ptr() for _, slot, _ in self._places]
 
     def _adopt(self) -> None:
-        """Take over weights, states, groups and buffers that were replaced since the last step, by loading say."""
+        """Copy in the weights, states, groups and buffers that were replaced since the last step, as loading does."""
         places = zip(self._places, self._addresses, strict=True)
         if not all(self._is_ours(*place, address) for place, address in places):
             for run, slot, group in self._places:
@@ -278,7 +278,7 @@ class TrainStep:
         self._buffers.adopt()
 
     def _is_ours(self, run: int, slot: Slot, group: int, address: int) -> bool:
-        """Whether parameter, group and state of a slot are those that the step reads."""
+        """Whether the step reads this parameter, group and state of a slot."""
         method = self._methods[run]
         same = slot.parameter.data_ptr() == address and slot.group is method.param_groups[group]
         return same and (not slot.state or method._state_of(slot) is slot.state)
@@ -306,7 +306,7 @@ def _in_precision(loss_fn: LossFunction, precision: str | None, device: torch.de
         return loss_fn
 
     def under_autocast(*batch: Any) -> Tensor | float:
-        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):  # a cache would hold on to old weights
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):  # a cache would keep old weights
             return loss_fn(*batch)
 
     return under_autocast
@@ -319,7 +319,7 @@ def _tensors(batch: Any) -> list[Tensor]:
 
 
 def _signature(batch: Any) -> Any:
-    """What a batch must have in common with the example: structure, shapes and types."""
+    """Return what must be equal to the example batch: structure, shapes and types."""
     return map_tensors(lambda t: (tuple(t.shape), t.dtype), tuple(batch))
 
 

@@ -1,4 +1,4 @@
-"""Hearing of steps that were left out without waiting for the device."""
+"""Reports skipped steps without waiting for the device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Watch"]
 
 
 class Watch:
-    """Raises once the device has counted a step that was left out.
+    """Raises when the device has counted a skipped step.
 
     Args:
-        skipped: How many steps of each run were left out so far.
+        skipped: Number of skipped steps per run so far.
     """
 
     def __init__(self, skipped: Tensor) -> None:
@@ -25,7 +25,7 @@ class Watch:
         self._asked = False
 
     def look(self, skipped: Tensor, *, wait: bool = False) -> None:
-        """Ask for the count; with `wait`, and where there is nothing to wait for, raise at once as `check` does."""
+        """Request the count from the device. With `wait`, or on the CPU, `check` it at once."""
         if self._event is None or wait:
             self._seen.copy_(skipped)
             if self._event is not None:
@@ -39,7 +39,7 @@ class Watch:
             self._asked = True
 
     def check(self) -> None:
-        """Raise if the answer is there, and more steps were left out than before."""
+        """Raise if the count has arrived, and has grown."""
         if not self._asked or (self._event is not None and not self._event.query()):
             return
         self._asked = False
@@ -47,6 +47,6 @@ class Watch:
         if count > self._known:
             self._known = count
             raise FloatingPointError(
-                "a loss or gradient was not finite. Its step was left out: weights and state are as before it. Lower "
-                "lr or rho, look at the batches, or leave such steps out with nonfinite='skip'."
+                "a loss or gradient was not finite. Its step was skipped: it changed neither weights nor state. Lower "
+                "lr or rho, look at the batches, or skip steps like this one with nonfinite='skip'."
             )

@@ -1,4 +1,4 @@
-"""Layers with one set of weights for each of several groups of examples: what vmap over the weights asks for.
+"""Layers with one set of weights per group of examples, for vmap over the weights.
 
 Each registers itself with the compiler when it is imported.
 """

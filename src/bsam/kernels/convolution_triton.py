@@ -1,15 +1,15 @@
-"""Convolutions with one set of weights a group, as implicit matrix products on tensor cores.
+"""Convolutions with one set of weights per group, as implicit matrix products on tensor cores.
 
-Images lie pixel by pixel: (groups, examples, height, width, channels), so that a tile of pixels of one group is a
-contiguous matrix. A program takes one group, a tile of pixels and a tile of output channels, and adds up one small
-matrix product for some taps of the kernel and a block of input channels. With x, y and w of one group:
+Images are stored pixel by pixel: (groups, examples, height, width, channels), so that a tile of pixels of one group is
+a contiguous matrix. A program handles one group, a tile of pixels and a tile of output channels. It sums small matrix
+products, each over some taps of the kernel and a block of input channels. With x, y and w of one group:
 
     forward   y[p, o]     =  sum over taps t, channels c of   x[p s + t - pad, c]       w[o, c, t]
     dgrad     dx[p, c]    =  sum over taps t, channels o of   dy[(p + pad - t) / s, o]   w[o, c, t]
     wgrad     dw[o, c, t] =  sum over pixels p of             dy[p, o]  x[p s + t - pad, c]
 
-The first two are one kernel (`TRANSPOSED`). The third cuts the pixels into chunks, whose partial sums are added up
-outside: no atomic additions, so that results do not change from run to run.
+The first two are one kernel (`TRANSPOSED`). The third cuts the pixels into chunks, and another kernel adds their sums:
+without atomic additions, results do not change from run to run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, TRANSPOSED: tl.constexpr, TAPS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
-    # With a stride, the transposed convolution reaches a pixel through those taps only that its row and column allow:
-    # pixels of one remainder modulo the stride share them, and are computed together.
+    # With a stride, only some taps of the transposed convolution reach a pixel, depending on its row and column.
+    # Pixels of one class, with the same remainders modulo the stride, share their taps and are computed together.
     CLASSES: tl.constexpr = STRIDE * STRIDE if TRANSPOSED else 1
     STEP: tl.constexpr = STRIDE if TRANSPOSED else 1
     group = tl.program_id(1).to(tl.int64)
@@ -46,7 +46,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     p = tl.program_id(0) // CLASSES * BLOCK_P + tl.arange(0, BLOCK_P)
     here = p < images * height * width
     if out_height < STEP or out_width < STEP:
-        height, width = tl.maximum(height, 1), tl.maximum(width, 1)  # a class may be empty; they divide
+        height, width = tl.maximum(height, 1), tl.maximum(width, 1)  # divisors, and a class may be empty
     column = p % width * STEP + kind_column
     row = p // width % height * STEP + kind_row
     image = p // (width * height)
@@ -65,7 +65,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     else:
         origin = (image * in_height + row0) * in_width + column0
     from_x = x + (origin * IN)[:, None]
-    row0 = tl.where(here, row0, -SIZE)  # what is not here is outside
+    row0 = tl.where(here, row0, -SIZE)  # pixels beyond the end are outside of the image
 
     # A turn takes TAPS taps and a block of channels: K = TAPS x BLOCK_IN terms of the sum.
     o = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -74,12 +74,12 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK_P, BLOCK_OUT), dtype=tl.float32)
     for turn in range((taps_down * taps_across + TAPS - 1) // TAPS * BLOCKS):
         c = turn % BLOCKS * BLOCK_IN + k % BLOCK_IN
-        tap = turn // BLOCKS * TAPS  # a number, or one for each term
+        tap = turn // BLOCKS * TAPS  # a number, or one number per term
         if TAPS > 1:
             tap = tap + (k // BLOCK_IN)[None, :]
         down, across = tap // taps_across, tap % taps_across
         i, j = row0[:, None] + SIGN * down, column0[:, None] + SIGN * across
-        inside = (i.to(tl.uint32) < in_height) & (j.to(tl.uint32) < in_width)  # what is negative is large
+        inside = (i.to(tl.uint32) < in_height) & (j.to(tl.uint32) < in_width)  # negative indices become large
         used = (tap < taps_down * taps_across) & (c < IN)[None, :]
         at = SIGN * (down * in_width + across) * IN + c[None, :]
         xs = tl.load(from_x + at, mask=inside & used, other=0.0)
@@ -104,7 +104,7 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr, TAPS: tl.constexpr, WIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
-    # A program takes TAPS taps, padded to WIDE, and a block of input and of output channels.
+    # A program handles TAPS taps, padded to WIDE, and a block of input and of output channels.
     TILES: tl.constexpr = SIZE * SIZE // TAPS
     BLOCKS: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
     part, group, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -129,7 +129,7 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
             origin = p - PAD * (in_width + 1)  # the same, without rows and columns
         else:
             origin = (p // (out_width * out_height) * in_height + row0) * in_width + column0
-        row0 = tl.where(here, row0, -SIZE)  # what is not here is outside
+        row0 = tl.where(here, row0, -SIZE)  # pixels beyond the end are outside of the image
         i, j = row0[:, None] + down, column0[:, None] + across
         inside = (i.to(tl.uint32) < in_height) & (j.to(tl.uint32) < in_width) & used[None, :]
         xs = tl.load(x + (origin * IN)[:, None] + at, mask=inside, other=0.0)
@@ -163,21 +163,21 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 def gather_blocks(
     num_in: int, num_out: int, size: int, all_taps: int, itemsize: int
 ) -> tuple[int, int, int, int, int, int]:
-    """Taps, pixels, input and output channels of one tile, warps and pipeline stages.
+    """Return taps, pixels, input and output channels of one tile, warps and pipeline stages.
 
     The tiles of all stages fit into the shared memory of GPUs that have 99 KB, where a pipeline of three stages has two
     buffers, and of Hopper, where it has three.
 
     Args:
-        num_in: Channels of what is read.
-        num_out: Channels of what is written.
-        size: Of the kernel.
-        all_taps: The most taps that reach a pixel.
-        itemsize: Bytes of an element.
+        num_in: Channels of the image that is read.
+        num_out: Channels of the image that is written.
+        size: Height and width of the convolution's kernel.
+        all_taps: Largest number of taps that reach a pixel.
+        itemsize: Bytes per element.
     """
     block_out = min(128, max(16, power_of_2(num_out)))
     block_in = min(128 // itemsize if block_out == 128 else 64, power_of_2(num_in))
-    # Several taps at once where there are few channels, or the matrix products would be too short.
+    # With few channels, take several taps at once: otherwise the matrix products would be too short.
     taps = max(1, min(16 // block_in, power_of_2(size * size)))
     block_in = max(block_in, 16 // taps)
     turns = triton.cdiv(all_taps, taps) * triton.cdiv(num_in, block_in)
@@ -193,11 +193,11 @@ def gather_convolution(
     Args:
         x: Images (groups x examples, channels, height, width), channels last; with `transposed` the gradient.
         w: Weights (groups, size, size, outputs, inputs), contiguous.
-        y: Where to write, channels last in memory.
-        stride: Of the convolution.
-        padding: Of the convolution.
+        y: The output, channels last in memory.
+        stride: Stride of the convolution.
+        padding: Padding of the convolution.
         transposed: See above.
-        precision: Of products of float32: "tf32" or "ieee".
+        precision: Precision of float32 products: "tf32" or "ieee".
     """
     groups, size, _, *channels = w.shape
     num_in, num_out = channels if transposed else reversed(channels)
@@ -209,7 +209,7 @@ def gather_convolution(
     )
     others = classes * classes * groups * triton.cdiv(num_out, block_out)
     while block_p > 64 and triton.cdiv(pixels, block_p) * others < 128:
-        block_p //= 2  # few pixels are cut finer: a large GPU has so many multiprocessors
+        block_p //= 2  # smaller tiles, because a large GPU has about 128 multiprocessors
     grid = (triton.cdiv(pixels, block_p) * classes * classes, groups, triton.cdiv(num_out, block_out))
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _gather_kernel[grid](
@@ -220,7 +220,7 @@ def gather_convolution(
 
 
 def weight_blocks(block_out: int, itemsize: int) -> tuple[int, int, int]:
-    """Pixels of one tile, warps and pipeline stages."""
+    """Return pixels of one tile, warps and pipeline stages."""
     return 128 // itemsize, 4 if block_out >= 64 else 2, 3
 
 
@@ -230,10 +230,10 @@ def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: 
     Args:
         x: Inputs of the convolution, channels last in memory.
         dy: Gradient with respect to its outputs, channels last in memory.
-        dw: Where to write: (chunks, groups, size, size, outputs, inputs).
-        stride: Of the convolution.
-        padding: Of the convolution.
-        precision: Of products of float32: "tf32" or "ieee".
+        dw: The output: (chunks, groups, size, size, outputs, inputs).
+        stride: Stride of the convolution.
+        padding: Padding of the convolution.
+        precision: Precision of float32 products: "tf32" or "ieee".
     """
     chunks, groups, size, _, num_out, num_in = dw.shape
     pixels = dy.shape[0] // groups * dy.shape[2] * dy.shape[3]
@@ -250,7 +250,7 @@ def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: 
 
 
 def sum_blocks(pairs: int) -> tuple[int, int]:
-    """Pairs of channels of one tile, and warps."""
+    """Return pairs of channels of one tile, and warps."""
     return (16, 4) if pairs < 4096 else (64, 4) if pairs < 32768 else (128, 4)
 
 

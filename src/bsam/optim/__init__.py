@@ -1,4 +1,4 @@
-"""Optimizers: one method a file, all on the same step."""
+"""Optimizers: one method per file, all with the same step."""
 
 from bsam.optim.asam import ASAM
 from bsam.optim.bsam import BSAM

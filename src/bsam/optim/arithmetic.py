@@ -1,7 +1,6 @@
 """Arithmetic of the updates: weighted sums in one pass over memory, norms, and writing in place.
 
-Weights of sums are numbers, or tensors. In a compiled step (`bsam.TrainStep`) they are tensors, read from
-the device, and the compiler fuses the terms.
+The weight of a sum is a number, or in a compiled step (`bsam.TrainStep`) a tensor that is read from the device.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ def plus(a: Tensor, b: Tensor, weight: float | Tensor) -> Tensor:
 
 
 def plus_quotient(a: Tensor, b: Tensor, c: Tensor, weight: float | Tensor, *, into_a: bool = False) -> Tensor:
-    """a + weight b / c, which may be written into a where the weight is a number."""
+    """a + weight b / c, which may be written into a if the weight is a number."""
     if isinstance(weight, Tensor):
         return a + weight * b / c
     return torch.addcdiv(a, b, c, value=weight, out=a if into_a else None)
@@ -50,10 +49,10 @@ def clip_gradient(gradient: list[Tensor], limit: float | None) -> None:
 
 
 def all_finite(tensors: list[Tensor]) -> Tensor:
-    """A 0-dim boolean: whether there is no infinity and no NaN."""
+    """Return a 0-dim boolean: whether all elements are finite."""
     device = tensors[-1].device
-    # A sum is finite if its terms are, unless they are near the largest number there is. It is one pass over memory,
-    # where isfinite() is four, which no CPU vectorises.
+    # A sum of finite terms is finite, unless they are near the largest number of the type. It is one pass over memory;
+    # isfinite() takes four, which no CPU vectorises.
     sums = [t.sum(dtype=torch.promote_types(t.dtype, torch.float32)).to(device, torch.float64) for t in tensors]
     return torch.stack(sums).isfinite().all()
 

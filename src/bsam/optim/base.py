@@ -1,18 +1,17 @@
-"""What all optimizers here share: split the batch, probe each part, average, update.
+"""The step that all optimizers here share: split the batch, probe each part, average, update.
 
 A *probe* works on one sub-batch and asks for gradients at weights of its choice, through a function
-`grad_at(weights) -> gradients`. Its statistics are *averaged* over sub-batches and ranks, and the method's
-*update* turns the averages into new weights. Sub-batches are probed in a loop, or all together
-(`bsam.optim.together`). This file is the only one that writes perturbed weights into a model, and it always takes
-them out again:
+`grad_at(weights) -> gradients`. Its results are *averaged* over sub-batches and ranks, and the method's *update* turns
+the averages into new weights. Sub-batches are probed in a loop, or all together (`bsam.optim.together`). Only this file
+writes perturbed weights into a model, and it always removes them again:
 
-- a step completes, or weights, gradients and state, and the buffers of `module=`, are what they were, bit for bit;
-- an interrupt (Ctrl-C) comes out of the user's loss function, out of communication, or after the step;
+- a step completes, or it leaves weights, gradients, state and the buffers of `module=` bit-identical;
+- an interrupt (Ctrl-C) is raised in the user's loss function, in communication, or after the step;
 - a loss or gradient that is not finite never reaches weights or state;
 - weights are written in place: addresses, leaf status and `requires_grad` do not change.
 
 After a step `p.grad` holds the gradient that was applied: averaged over splits and ranks, and clipped. Before the next
-one it must be that, or zero, or None. Parameters of other optimizers keep the `.grad` that they have.
+step `p.grad` must be this gradient, zero, or None. Parameters of other optimizers keep their `.grad`.
 """
 
 from __future__ import annotations
@@ -54,19 +53,18 @@ from bsam.torch_private import own_buffers
 __all__ = ["ProbingOptimizer"]
 
 Probed = tuple[list[Tensor], dict[str, list[Tensor]]]
-"""The mean losses of each pass, and the mean statistics, one tensor per slot."""
+"""The mean loss of each pass, and the averages by name, one tensor per slot."""
 
 
 class ProbingOptimizer(CheckedOptimizer):
-    """Base of the optimizers that look at several points before they move.
+    """Base class of optimizers that evaluate gradients at several points before they update the weights.
 
-    A method is a subclass. It declares which of its options are `rates`, gives the state of a parameter
-    (`_fresh_state`), says what it asks of a sub-batch (`_probe`) and how it moves (`_update`), and checks its options
-    (`_check_group`). Nobody asks which method it is: loop, vmap, ranks and `bsam.TrainStep` use these alone.
+    A method is a subclass. It declares which of its options are `rates`, and defines the initial state of a parameter
+    (`_fresh_state`), the gradients that it needs (`_probe`), the update (`_update`), and the checks of its options
+    (`_check_group`). Loop, vmap, ranks and `bsam.TrainStep` use only these: no code depends on which method it is.
     """
 
-    # GradScaler.step() hands its scale to optimizers that have this flag: the only place where it can be met
-    # by name. See `grad_scale`.
+    # GradScaler.step() hands its scale to optimizers with this flag. Only here can we refuse it: see `grad_scale`.
     _step_supports_amp_scaling = True
 
     whole_options: ClassVar[tuple[str, ...]] = ("splits", "nonfinite", "max_grad_norm", "batch_norm")
@@ -91,46 +89,46 @@ class ProbingOptimizer(CheckedOptimizer):
         self._made = True
 
     def _reset(self) -> None:
-        self._away: str | None = None  # why the weights are not at their mean just now
-        self._warned: set[int | str] = set()  # what a warning was given for
+        self._away: str | None = None  # why the weights are not at their mean now
+        self._warned: set[int | str] = set()  # parameters and reasons for which a warning was given
         self._skipped: Tensor | None = None
         self._synchronised = False
         self._executor = Executor(self.vectorise, "the splits are computed in a loop", self.module)
-        self._known_closure: Any = None  # the code of the last loss function whose use of the weights was looked at
+        self._known_closure: Any = None  # the code of the last loss function whose use of the weights was checked
         self._per_example = PerExample(self.module, self.vectorise) if self.per_example and self.module else None
 
     # ------------------------------------------------------------------ the method, given by a subclass
 
     rates: ClassVar[tuple[str, ...]] = ()
-    """Options of a group, numbers or tuples of numbers, that may change from step to step, and differ between runs that
-    are trained together. A compiled step reads them from the device; all other options are compiled in."""
+    """Options of a group (numbers or tuples of numbers) that may change from step to step, and may differ between runs
+    that are trained together. A compiled step reads them from the device. All other options are compiled in."""
 
     per_example: ClassVar[bool] = False
-    """Whether the probe asks for `grad_at.moments`, the gradients of single examples, and for nothing else."""
+    """Whether the probe uses only `grad_at.moments`, the moments of the gradients of single examples."""
 
     def _theta(self, slot: Slot, split: int) -> Tensor:
-        """The weights of a slot in the first pass: its mean, or a sample; `split` counts over all ranks."""
+        """Return the weights of a slot in the first pass: its mean, or a sample. `split` counts over all ranks."""
         return slot.mean
 
     def _noise_precision(self, slot: Slot) -> Tensor | None:
-        """s, where `_theta` adds noise of variance 1 / (N s) to the mean; None where it adds none."""
+        """Return s if `_theta` adds noise of variance 1 / (N s) to the mean, None if it adds no noise."""
         return None
 
     @property
     def effective_num_data(self) -> float:
-        """N, the number of examples that the noise knows."""
+        """The number of examples N in the variance of the noise."""
         return 1.0
 
     def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
-        """Look at one sub-batch, first at the weights `theta`; count in `tally` what it says.
+        """Evaluate gradients of one sub-batch, first at the weights `theta`, and add the results to `tally`.
 
-        The statistic `"gradient"` is the one that will be applied. Slots may be those of many parameters packed
-        together, and all of this may run under `torch.vmap`: formulas only, nothing that depends on values.
+        The result named `"gradient"` will be applied. A slot may hold many parameters packed together, and the probe
+        may run under `torch.vmap`: write formulas only, without control flow that depends on values.
         """
         raise NotImplementedError
 
-    def _update(self, slot: Slot, **statistics: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The new weights and state of a slot, by the averages of what the probes counted. Formulas only."""
+    def _update(self, slot: Slot, **averages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the new weights and state of a slot, given the averages of the probes' results. Formulas only."""
         raise NotImplementedError
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -142,26 +140,25 @@ class ProbingOptimizer(CheckedOptimizer):
             options.positive("max_grad_norm", group["max_grad_norm"], "Write None for no clipping.")
 
     def _check_batch(self, batch: tuple[Any, ...]) -> None:
-        """Raise if no step can be taken with this batch; nothing has changed yet."""
+        """Raise if no step is possible with this batch; nothing has changed yet."""
 
     # ------------------------------------------------------------------ the step
 
     def step(self, closure: LossFunction | None = None, *batch: Any) -> Tensor:  # type: ignore[override]
         """Take one step.
 
-        With a batch, `closure(*part)` returns the mean loss of the part it is given: it is called for each of
-        the `splits` parts. Without one (and splits = 1) `closure()` returns the loss of the whole minibatch. It may
-        call `backward()` itself, as torch's convention has it, on the loss that it returns; `.grad` is cleared before
-        each call. Gradients that were accumulated before the step are refused, and parameters that are not this
-        optimizer's keep the `.grad` that they have.
+        With a batch, `closure(*part)` returns the mean loss of one part of the batch; it is called for each of the
+        `splits` parts. Without a batch (and splits = 1) `closure()` returns the loss of the whole minibatch. It may
+        call `backward()` on this loss itself, as torch's convention allows; `.grad` is cleared before each call.
+        Gradients that were accumulated before the step are refused. Parameters that are not this optimizer's keep
+        their `.grad`.
 
         Args:
             closure: A function that returns the loss.
-            batch: Tensors, or nested lists and dicts of them, cut along dimension 0; other things go to
-                every part.
+            batch: Tensors, or nested lists and dicts of tensors, cut along dimension 0. Other objects go to every part.
 
         Returns:
-            The mean loss of the first passes, detached.
+            The mean loss of the first pass, detached.
         """
         with deferred(), torch.no_grad():
             return self._step(closure, batch)
@@ -180,7 +177,7 @@ class ProbingOptimizer(CheckedOptimizer):
         self._check_gradients(slots)
         if len(parts) < splits and "few examples" not in self._warned:
             self._warned.add("few examples")
-            text = f"a batch of {len(parts)} examples cannot be cut into {splits} parts: one part an example."
+            text = f"a batch of {len(parts)} examples cannot be cut into {splits} parts: each example is one part."
             warnings.warn(text, stacklevel=4)
         if self.process_group is not None and not self._synchronised:
             self._synchronise()
@@ -191,21 +188,21 @@ class ProbingOptimizer(CheckedOptimizer):
         self._away = "inside a step"
         try:
             with restored_on_failure(MeanSnapshot(slots), GradientSnapshot(known), buffers):
-                losses, statistics = self._average(slots, closure, parts)
-                finite = all_finite([*losses, *(t for tensors in statistics.values() for t in tensors)])
+                losses, averages = self._average(slots, closure, parts)
+                finite = all_finite([*losses, *(t for tensors in averages.values() for t in tensors)])
                 accept = None if self._option("nonfinite") == "raise" else finite
                 if accept is None and not finite:
-                    raise FloatingPointError(self._describe_nonfinite(slots, losses, statistics))
-                clip_gradient(statistics["gradient"], self._option("max_grad_norm"))
+                    raise FloatingPointError(self._describe_nonfinite(slots, losses, averages))
+                clip_gradient(averages["gradient"], self._option("max_grad_norm"))
                 MeanSnapshot(slots).restore()
                 if accept is not None:
                     buffers.restore(unless=accept)
-                for slot, gradient in zip(slots, statistics["gradient"], strict=True):
+                for slot, gradient in zip(slots, averages["gradient"], strict=True):
                     slot.parameter.grad = gradient.to(slot.parameter.dtype) if slot.seen else None
                 seen = [i for i, slot in enumerate(slots) if slot.seen]
                 stepped = [slots[i] for i in seen]
-                statistics = {name: [tensors[i] for i in seen] for name, tensors in statistics.items()}
-                self._move(stepped, statistics, accept)
+                averages = {name: [tensors[i] for i in seen] for name, tensors in averages.items()}
+                self._move(stepped, averages, accept)
         finally:
             torch.clear_autocast_cache()
             self._away = None
@@ -218,38 +215,38 @@ class ProbingOptimizer(CheckedOptimizer):
         return losses[0]
 
     def _check_gradients(self, slots: list[Slot]) -> None:
-        """Raise if there are gradients that no step left there: they would be dropped."""
+        """Raise if `.grad` holds gradients that no step left there: this step would drop them."""
         names = [self._name(slots[i]) for i in not_left([slot.parameter for slot in slots])]
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise RuntimeError(
                 f"{names[0]}{more} has a gradient in .grad that no step left there: was backward() called before "
-                "step()? A step finds its own gradients, and would drop this one. To accumulate over micro-batches, "
-                "hand them over together, optimizer.step(loss_fn, torch.cat(xs), torch.cat(ys)); to drop it, call "
-                "optimizer.zero_grad() first."
+                "step()? A step computes its own gradients, and would drop this one. To accumulate over micro-batches, "
+                "pass them together, optimizer.step(loss_fn, torch.cat(xs), torch.cat(ys)); to drop this gradient, "
+                "call optimizer.zero_grad() first."
             )
 
     def _average(self, slots: list[Slot], closure: LossFunction, parts: Parts) -> Probed:
-        """Probe every part; return the mean losses of each pass and the mean statistics, over parts and ranks."""
+        """Probe every part, and average losses and results over parts and ranks."""
         first = 0 if self.process_group is None else rank_of(self.process_group) * self._option("splits")
-        losses, statistics = self._probe_parts(slots, closure, parts, first)
+        losses, averages = self._probe_parts(slots, closure, parts, first)
         if self.process_group is not None:
-            share, buffers = self._share_of_statistics(), []
+            share, buffers = self._share_of_running_statistics(), []
             if share is not None and self.module is not None:
                 found = [own_buffers(owner)[name] for owner, name in running_statistics(self.module)]
                 buffers = [b.mul_(share) for b in found if b is not None and b.is_floating_point()]
             size = sum(size for _, size in parts)
-            means = [t for tensors in statistics.values() for t in tensors]
+            means = [t for tensors in averages.values() for t in tensors]
             seen = [slot.seen for slot in slots]
             reached = average_over_ranks(self.process_group, size, means, losses, seen, buffers)
             for slot, is_seen in zip(slots, reached, strict=True):
                 slot.seen = is_seen
-        return losses, statistics
+        return losses, averages
 
-    def _share_of_statistics(self) -> float | None:
-        """How much this rank's running statistics count; None if they do not move.
+    def _share_of_running_statistics(self) -> float | None:
+        """Return the weight of this rank's running statistics in the sum over ranks; None if they do not move.
 
-        First split: the one of rank 0. Otherwise: the mean over ranks. Counters are equal on all ranks.
+        The policy "first_split" takes those of rank 0, all others the mean. Counters are equal on all ranks.
         """
         policy, group = self._option("batch_norm"), self.process_group
         if policy == "none" or group is None:
@@ -257,12 +254,12 @@ class ProbingOptimizer(CheckedOptimizer):
         return float(rank_of(group) == 0) if policy == "first_split" else 1 / dist.get_world_size(group)
 
     def _probe_parts(self, slots: list[Slot], closure: LossFunction, parts: Parts, first: int) -> Probed:
-        """The mean losses of each pass and the mean statistics, over the parts: together, or in turn."""
+        """Average losses and results over the parts, probed together or in turn."""
 
         def in_turn() -> Probed:
             return self._probe_in_turn(slots, closure, parts, first)
 
-        ragged = len({size for _, size in parts}) > 1  # a ragged last batch is no mistake
+        ragged = len({size for _, size in parts}) > 1  # a ragged last batch is normal: no warning
         if len(parts) == 1 or ragged or not slots or self.per_example:
             return in_turn()
         if self.module is None:
@@ -287,44 +284,43 @@ class ProbingOptimizer(CheckedOptimizer):
         )
 
     def _probe_in_turn(self, slots: list[Slot], closure: LossFunction, parts: Parts, first: int) -> Probed:
-        """The mean losses of each pass and the mean statistics, over the parts."""
+        """Average losses and results over the parts, probed one after the other."""
         total = sum(size for _, size in parts)
         tally, losses = Tally(), Tally()
         for k, (part, size) in enumerate(parts):
             tally.weight = losses.weight = size / total
-            frozen = functools.partial(self._frozen_statistics, k)
+            frozen = functools.partial(self._frozen_running_statistics, k)
             grad_at = GradAt(slots, closure, part, frozen, self._per_example)
             self._probe(slots, (self._theta(slot, first + k) for slot in slots), grad_at, tally)
             losses.add("loss", grad_at.losses)
         return losses.means["loss"], tally.means
 
-    def _frozen_statistics(self, split: int, pass_index: int) -> list[tuple[nn.Module, str]]:
-        """The running statistics that a pass must leave as they are."""
+    def _frozen_running_statistics(self, split: int, pass_index: int) -> list[tuple[nn.Module, str]]:
+        """Return owner and name of the running statistics that a pass must not move."""
         if self.module is None or bn.moves_statistics(self._option("batch_norm"), split, pass_index):
             return []
         return running_statistics(self.module)
 
-    def _move(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
-        """Move weights and state; where the 0-dim boolean `accept` is given and false, leave them."""
+    def _move(self, slots: list[Slot], averages: dict[str, list[Tensor]], accept: Tensor | None) -> None:
+        """Update weights and state, unless the 0-dim boolean `accept` is given and false."""
         base = self._base_step()
         if base is None:
-            self._apply(slots, statistics, accept)
+            self._apply(slots, averages, accept)
             starts = any(slot.parameter not in self.state for slot in slots)
             if accept is None or not starts or bool(accept):  # read from the device in a first step only
                 self._own(slots)
         elif accept is None or bool(accept):  # torch's optimizers cannot select on the device
             base.or_nothing([(slot.parameter, slot.parameter.grad) for slot in slots])
 
-    def _apply(self, slots: list[Slot], statistics: dict[str, list[Tensor]], accept: Tensor | None) -> None:
-        """Write what `_update` computes, and count the step.
+    def _apply(self, slots: list[Slot], averages: dict[str, list[Tensor]], accept: Tensor | None) -> None:
+        """Write the results of `_update`, and count the step.
 
-        A formula that raises leaves everything as it was: the caller puts the weights back, of which the slots have a
-        copy, and the state is written after the last formula. The lists of the statistics are emptied on the way, to
-        free their memory.
+        If a formula raises, nothing changes: the caller restores the weights from the slots' copies, and the state is
+        written after the last formula. The lists in `averages` are emptied on the way, to free their memory.
         """
         computed = []
-        for slot, *means in zip(slots, *(emptied(tensors) for tensors in statistics.values()), strict=True):
-            weights, state = self._update(slot, **dict(zip(statistics, means, strict=True)))
+        for slot, *means in zip(slots, *(emptied(tensors) for tensors in averages.values()), strict=True):
+            weights, state = self._update(slot, **dict(zip(averages, means, strict=True)))
             write(slot.parameter, weights, accept)
             computed.append((slot, state))
         for slot, state in computed:
@@ -333,30 +329,30 @@ class ProbingOptimizer(CheckedOptimizer):
                 write(slot.state[name], value, accept)
 
     def _own(self, slots: list[Slot]) -> None:
-        """Make the state of slots the optimizer's own."""
+        """Store the state of the slots in the optimizer's `state`."""
         for slot in slots:
             if slot.state:
                 self.state[slot.parameter] = slot.state
 
     def _state_of(self, slot: Slot) -> dict[str, Tensor]:
-        """The optimizer's own state of a slot, or a fresh one."""
+        """Return the state of a slot in the optimizer's `state`, or a fresh one."""
         own: dict[str, Tensor] | None = self.state.get(slot.parameter)
         return own or self._fresh_state(slot.parameter, slot.group)
 
     def _base_step(self) -> BaseStep | None:
-        """The step of the base optimizer, if there is one."""
+        """Return the step of the base optimizer, or None without a base optimizer."""
         return None if self.base_optimizer is None else BaseStep(self.base_optimizer, hooks=False)
 
     def _slots(self) -> list[Slot]:
-        """A slot for each parameter that requires a gradient, its weights copied."""
+        """Return one slot per parameter that requires a gradient, with a copy of the weights."""
         for group in self.param_groups:
             lr = group.get("lr")
-            if isinstance(lr, Tensor) and lr.shape == (1,):  # torch takes such; formulas take numbers
+            if isinstance(lr, Tensor) and lr.shape == (1,):  # torch accepts this shape, formulas take numbers
                 group["lr"] = lr.reshape(())
         return slots_of(self, self._fresh_state if self.base_optimizer is None else None)
 
     def _fixed(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The options of a group that are compiled into a step: all that are no rates, and not the base optimizer's."""
+        """Return the options of a group that are compiled into a step: no rates, and none of the base optimizer's."""
         base = {} if self.base_optimizer is None else self.base_optimizer.defaults
         return {key: group[key] for key in self.defaults if key in group and key not in (*self.rates, *base)}
 
@@ -372,7 +368,7 @@ class ProbingOptimizer(CheckedOptimizer):
     # ------------------------------------------------------------------ after training
 
     def posterior(self, model: nn.Module | None = None) -> Posterior:
-        """The distribution over the weights that was learned: here a point, the weights themselves.
+        """Return the learned distribution over the weights: here a point, the weights themselves.
 
         Args:
             model: The model, for the names of its parameters and for its buffers. Not needed if the optimizer was
@@ -385,7 +381,7 @@ class ProbingOptimizer(CheckedOptimizer):
         model = self.module if model is None else model
         if model is None:
             raise TypeError(
-                "posterior() needs the model: optimizer.posterior(model), or make the optimizer with module=."
+                "posterior() needs the model: write optimizer.posterior(model), or make the optimizer with module=."
             )
         return model
 
@@ -402,19 +398,19 @@ class ProbingOptimizer(CheckedOptimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were left out because of non-finite numbers since this object was made (reads the device)."""
+        """How many steps were skipped for non-finite numbers since this object was made (waits for the device)."""
         return 0 if self._skipped is None else int(self._skipped)
 
     @property
     def grad_scale(self) -> Tensor:
-        """Not there: the scale of a `torch.amp.GradScaler` cannot be set."""
+        """Not available: the scale of a `torch.amp.GradScaler` cannot be set."""
         raise AttributeError("grad_scale")
 
     @grad_scale.setter
     def grad_scale(self, value: Any) -> None:
         raise RuntimeError(
             f"{type(self).__name__} does not work with GradScaler: it perturbs the weights by gradients, or squares "
-            "them, and these would be scaled too. Use torch.autocast with dtype=torch.bfloat16 and no scaler: "
+            "gradients, and would do so with scaled ones. Use torch.autocast with dtype=torch.bfloat16 and no scaler: "
             "optimizer.step(loss_fn, x, y)."
         )
 
@@ -428,13 +424,13 @@ class ProbingOptimizer(CheckedOptimizer):
             raise RuntimeError(f"cannot {what} {away}: the model does not hold its own weights there.")
 
     def _warn_of_unseen(self, slots: list[Slot], stacklevel: int = 5) -> None:
-        """Name, once each, the parameters that no gradient reached."""
+        """Warn about parameters that no gradient reached, once per parameter."""
         unseen = [slot for slot in slots if not slot.seen and slot.index not in self._warned]
         if unseen:
             self._warned.update(slot.index for slot in unseen)
             names = ", ".join(self._name(slot) for slot in unseen)
             warnings.warn(
-                f"no gradient reached {names}: not part of the loss? Left as they are.", stacklevel=stacklevel
+                f"no gradient reached {names}: not part of the loss? They stay unchanged.", stacklevel=stacklevel
             )
 
     def _name(self, slot: Slot) -> str:
@@ -450,7 +446,7 @@ class ProbingOptimizer(CheckedOptimizer):
         if self.process_group is not None and isinstance(self.module, nn.parallel.DistributedDataParallel):
             raise ValueError(
                 "give process_group= or a DistributedDataParallel module, not both: with process_group= the optimizer "
-                "averages over the ranks itself, so hand it the bare module."
+                "averages over the ranks itself, so give it the bare module."
             )
         self._check_belongs(p for group in self.param_groups for p in group["params"])
 
@@ -461,17 +457,17 @@ class ProbingOptimizer(CheckedOptimizer):
         if self.module is not None and any(id(p) not in known for p in leaves):
             raise ValueError("some parameters given to the optimizer do not belong to module=: is it another model?")
 
-    def _describe_nonfinite(self, slots: list[Slot], losses: list[Tensor], statistics: dict[str, list[Tensor]]) -> str:
+    def _describe_nonfinite(self, slots: list[Slot], losses: list[Tensor], averages: dict[str, list[Tensor]]) -> str:
         bad = [f"the loss of pass {i + 1} is {loss.item()}" for i, loss in enumerate(losses) if not loss.isfinite()]
         names = [
             self._name(slot)
             for i, slot in enumerate(slots)
-            if not all(bool(tensors[i].isfinite().all()) for tensors in statistics.values())
+            if not all(bool(tensors[i].isfinite().all()) for tensors in averages.values())
         ]
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             bad.append(f"the gradient of {', '.join(names[:3])}{more} is not finite")
         return (
-            f"{'; '.join(bad)}. Weights and state are unchanged. Lower lr or rho, look at the batch, or leave such "
-            "steps out with nonfinite='skip'."
+            f"{'; '.join(bad)}. Weights and state are unchanged. Lower lr or rho, look at the batch, or skip steps "
+            "like this one with nonfinite='skip'."
         )

@@ -1,4 +1,4 @@
-"""A step of a torch optimizer with gradients that were found elsewhere: of SAM's base, or of one that is compiled."""
+"""Steps of a torch optimizer with given gradients: for the base optimizer of SAM, and beside a compiled step."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def evaluates_loss(optimizer: Optimizer) -> bool:
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
-    """Leave no gradient of an earlier pass: the optimizer would step with it."""
+    """Set every `.grad` to None, so that the optimizer does not step with gradients of an earlier pass."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
 
 
 class BaseStep:
-    """The step of an optimizer with the gradients that it is given.
+    """Steps an optimizer with given gradients.
 
-    On CUDA, SGD, Adam and AdamW can use their fused steps, which leave a step out without asking the device.
+    On CUDA, SGD, Adam and AdamW can use their fused steps, which skip a step without waiting for the device.
 
     Args:
         optimizer: The optimizer.
-        hooks: Whether its hooks run. torch's global ones run once, for the step of the method around it.
+        hooks: Whether its hooks run. torch's global hooks run once, for the step of the method around it.
     """
 
     def __init__(self, optimizer: Optimizer, *, hooks: bool) -> None:
@@ -49,9 +49,9 @@ class BaseStep:
     # ------------------------------------------------------------------ in the loop
 
     def or_nothing(self, gradients: list[tuple[Tensor, Tensor | None]]) -> None:
-        """Step with the gradients of some parameters; a step that raises leaves options and state as they were.
+        """Step with the gradients of some parameters; a step that raises leaves options and state unchanged.
 
-        All other parameters have no gradient during the step, and theirs again afterwards.
+        All other parameters have no gradient during the step, and their own `.grad` again afterwards.
         """
         given = {parameter for parameter, _ in gradients}
         groups = self._optimizer.param_groups
@@ -89,7 +89,7 @@ class BaseStep:
             del base.found_inf, base.grad_scale  # type: ignore[attr-defined]
 
     def signature(self, device: torch.device) -> tuple[Any, ...] | None:
-        """What a captured step depends on, apart from the learning rate; None if this step must not be captured."""
+        """Return all that a captured step depends on, except the learning rate; None if it must not be captured."""
         base = self._optimizer
         hooks = has_step_hooks(base)  # run in Python, in every step
         if device.type != "cuda" or hooks or not self._fuse(device) or self._starts() or not base.state:
@@ -100,13 +100,13 @@ class BaseStep:
         return self._times_loaded, *options
 
     def written(self) -> list[Tensor]:
-        """All that a step writes to."""
+        """Return all tensors that a step writes to."""
         tensors = [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         return [*(p for group in self._optimizer.param_groups for p in group["params"]), *tensors]
 
     @contextmanager
     def reading(self, rates: Tensor) -> Iterator[None]:
-        """Let the learning rates be read from the device, one for each group, and the step be captured."""
+        """Inside the block, the step reads its learning rates from the device, one per group, and can be captured."""
         saved = [dict(group) for group in self._optimizer.param_groups]
         for group, rate in zip(self._optimizer.param_groups, rates.unbind(), strict=True):
             group["lr"] = rate
@@ -126,7 +126,7 @@ class BaseStep:
             getattr(step, "__wrapped__", step)(self._optimizer)
 
     def _starts(self) -> bool:
-        """Whether there are no momenta yet: SGD's fused step would leave them as the memory was, if it is left out."""
+        """Whether momenta are missing. A fused step of SGD that is skipped would leave them uninitialised."""
         return any(
             self._optimizer.state.get(parameter, {}).get("momentum_buffer") is None
             for group in self._optimizer.param_groups
@@ -136,7 +136,7 @@ class BaseStep:
         )
 
     def _fuse(self, device: torch.device) -> bool:
-        """Whether the optimizer uses its fused step; on CUDA it is made to, also after another state was loaded."""
+        """Switch to fused steps on CUDA, also after a state was loaded; return whether the optimizer uses them."""
         base = self._optimizer
         if not isinstance(base, torch.optim.SGD | torch.optim.Adam | torch.optim.AdamW):
             return False
@@ -152,7 +152,7 @@ class BaseStep:
 
 
 class _StateSnapshot:
-    """Options and state of an optimizer, to be put back in place if its step raises."""
+    """Options and state of an optimizer, to be restored in place if its step raises."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._groups = [(group, dict(group)) for group in optimizer.param_groups]

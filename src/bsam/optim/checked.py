@@ -1,4 +1,4 @@
-"""torch.optim's contract, with checks: groups, options and loaded states that do not fit are refused, unchanged."""
+"""torch.optim's contract with checks: groups, options and states that do not fit are refused before any change."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _ADDED_BY_OTHERS = frozenset(
 
 
 class CheckedOptimizer(Optimizer):
-    """An optimizer that refuses what does not fit before anything changes.
+    """An optimizer that checks groups, options and loaded states before anything changes.
 
     A subclass declares its options and its state, and checks their values in `_check_group` and `_check_state`.
     """
 
-    _made = False  # until the constructor is done: torch checks all groups first, then we check the module
+    _made = False  # whether the constructor is done: torch checks all groups first, then we check the module
 
     whole_options: ClassVar[tuple[str, ...]] = ()
-    """Options of the whole optimizer. They are in every group, so that `state_dict` holds them, and must agree."""
+    """Options of the whole optimizer. Every group holds them, so that `state_dict` does, and all groups must agree."""
 
     absent_options: ClassVar[dict[str, Any]] = {}
-    """What an option is in a state that was saved before the option existed, where that is not its default."""
+    """Values of options in a state that was saved before they existed, where these are not the defaults."""
 
     base_optimizer: Optimizer | None = None
-    """A torch optimizer that moves the weights with the gradient, where the method has no update of its own."""
+    """A torch optimizer that updates the weights, for a method without an update of its own."""
 
     def _fresh_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The state of a parameter that has not been stepped yet: tensors of its shape, or of one number.
+        """Return the state of a parameter before its first step: tensors of its shape, or scalars.
 
-        A number called `"step"` counts the steps.
+        A scalar named `"step"` counts the steps.
         """
         return {}
 
@@ -49,16 +49,16 @@ class CheckedOptimizer(Optimizer):
         """Raise if an option of this group is out of range."""
 
     def _check_state(self, key: Any, state: dict[str, Any]) -> None:
-        """Raise unless the loaded values of a parameter's state are possible, beyond being finite."""
+        """Raise unless the loaded values of a parameter's state are valid; finiteness is checked elsewhere."""
 
     def _refuse_if_away(self, what: str) -> None:
-        """Raise if the model does not hold its own weights just now."""
+        """Raise if the model does not hold its own weights now."""
 
     def _reset(self) -> None:
-        """Set what is neither option nor state: a copy or a restored optimizer starts with this."""
+        """Initialise the attributes that are neither option nor state, also in a copy or an unpickled optimizer."""
 
     def _option(self, name: str) -> Any:
-        """The value of an option of the whole optimizer."""
+        """Return the value of an option of the whole optimizer."""
         return self.param_groups[0][name]
 
     # ------------------------------------------------------------------ groups
@@ -68,14 +68,14 @@ class CheckedOptimizer(Optimizer):
         super().add_param_group(self._checked_group(param_group))
 
     def _checked_group(self, param_group: dict[str, Any]) -> dict[str, Any]:
-        """A copy of `param_group` with all options, once they and the parameters are known to be good."""
+        """Return a copy of `param_group` with all options, after options and parameters are checked."""
         self._refuse_if_away("add parameters")
         if not isinstance(param_group, dict):
             raise TypeError(
                 f"a parameter group must be a dict with the key 'params', not {type(param_group).__name__}."
             )
         params = param_group["params"]
-        params = params if isinstance(params, Tensor | set) else list(params)  # a generator can be read once only
+        params = params if isinstance(params, Tensor | set) else list(params)  # a generator can be read only once
         group = {**self.defaults, **param_group, "params": params}
         self._check_keys(group)
         self._check_group(group)
@@ -90,7 +90,7 @@ class CheckedOptimizer(Optimizer):
         """Raise if a parameter is not one of the model's, where the model is known."""
 
     def _check_keys(self, group: dict[str, Any]) -> None:
-        """Raise if a group has an option that nobody reads."""
+        """Raise if a group has an option that the optimizer does not read."""
         known = sorted(set(self.defaults) - {"differentiable"})
         for key in group:
             if key not in self.defaults and key != "params" and key not in _ADDED_BY_OTHERS:
@@ -98,7 +98,7 @@ class CheckedOptimizer(Optimizer):
                 hint = f"Did you mean {near[0]!r}? " if near else ""
                 raise ValueError(
                     f"{key!r} is not an option of a parameter group of {type(self).__name__}, and would be ignored. "
-                    f"{hint}It knows {', '.join(known)}."
+                    f"{hint}The optimizer knows {', '.join(known)}."
                 )
 
     def _check_agreement(self, groups: list[dict[str, Any]]) -> None:
@@ -110,11 +110,11 @@ class CheckedOptimizer(Optimizer):
     # ------------------------------------------------------------------ states
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as a dictionary of copies: further steps do not change it."""
+        """Return the state as a dictionary of copies: further steps do not change it."""
         return _copied(super().state_dict())  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. Refuses a state that does not fit before anything changes."""
+        """Load the result of `state_dict`. A state that does not fit is refused before anything changes."""
         accepted: dict[str, Any] = {}
 
         def check(_: Optimizer, final: dict[str, Any]) -> None:  # runs after the hooks of the user
@@ -133,13 +133,12 @@ class CheckedOptimizer(Optimizer):
                 handle.remove()
             for key, parameter in self._matched(accepted):
                 if key in accepted["state"] and self.base_optimizer is None:
-                    # torch casts what it loads to the parameter's type; a bfloat16 average with beta2 = 0.999 never
-                    # moves.
+                    # torch casts state to the parameter's type; a bfloat16 average with beta2 = 0.999 never moves.
                     saved, fresh = accepted["state"][key], self._fresh_state(parameter, self.param_groups[0])
                     self.state[parameter] = {k: torch.as_tensor(saved[k]).to(v, copy=True) for k, v in fresh.items()}
 
     def _matched(self, state_dict: dict[str, Any]) -> list[tuple[Any, Tensor]]:
-        """The keys of a state, each with the parameter that it is for."""
+        """Return the keys of a state, each with its parameter."""
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         return list(zip(keys, parameters, strict=True))
@@ -161,7 +160,7 @@ class CheckedOptimizer(Optimizer):
             for name, value in state_dict["state"].get(key, {}).items():
                 if not isinstance(value, Tensor):
                     continue
-                like = present.get(name)  # what is there already has the right shape
+                like = present.get(name)  # present state has the right shape
                 fits = value.shape == like.shape if isinstance(like, Tensor) else _may_be_of(value, parameter)
                 if not fits:
                     raise ValueError(
@@ -179,13 +178,13 @@ class CheckedOptimizer(Optimizer):
                     raise ValueError(f"the loaded {name!r} of parameter {key} is not finite everywhere.")
 
     def _check_fresh(self, key: Any, state: dict[str, Any], parameter: Tensor) -> None:
-        """Raise unless the loaded state of a parameter has what a fresh one has, in its shapes."""
+        """Raise unless the loaded state of a parameter has the names and shapes of a fresh state."""
         for name, like in self._fresh_state(parameter, self.param_groups[0]).items():
             if name not in state:
-                raise ValueError(f"the loaded state of parameter {key} has no {name!r}: is it another optimizer's?")
+                raise ValueError(f"the loaded state of parameter {key} has no {name!r}: is it of another optimizer?")
             value = state[name]
             if name == "step" and isinstance(value, int | float):
-                value = torch.tensor(value)  # as older versions of torch saved it
+                value = torch.tensor(value)  # older versions of torch saved a number
             if not isinstance(value, Tensor) or value.shape != like.shape:
                 seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(f"the loaded {name!r} of parameter {key} is {seen}: it must be {tuple(like.shape)}.")
@@ -204,11 +203,11 @@ class CheckedOptimizer(Optimizer):
 
 
 def slots_of(optimizer: Optimizer, fresh_state: Any) -> list[Slot]:
-    """A slot for each parameter of an optimizer that requires a gradient, its weights copied.
+    """Return one slot per parameter of an optimizer that requires a gradient, with a copy of the weights.
 
     Args:
         optimizer: The optimizer.
-        fresh_state: Makes the state of a parameter that has none yet, of it and its group; None: slots have no state.
+        fresh_state: `fresh_state(parameter, group)` makes a state where there is none; None: slots have no state.
     """
     slots = []
     index = 0
@@ -225,17 +224,17 @@ def slots_of(optimizer: Optimizer, fresh_state: Any) -> list[Slot]:
 
 def _check_parameter(parameter: Any) -> None:
     if not isinstance(parameter, Tensor):
-        return  # torch says it better
+        return  # torch raises a better error
     if parameter.layout != torch.strided:
-        raise ValueError(f"a parameter has layout {parameter.layout}: dense parameters only.")
+        raise ValueError(f"a parameter has layout {parameter.layout}: only dense parameters are supported.")
     if parameter.is_complex():
-        raise ValueError("a parameter is complex: real ones only (torch.view_as_real gives a real view).")
+        raise ValueError("a parameter is complex: it must be real (torch.view_as_real gives a real view).")
 
 
 def _may_be_of(value: Tensor, parameter: Tensor) -> bool:
-    """Whether state of this shape can belong to a parameter: of its shape, or with dimensions left out or of size 1.
+    """Whether state of this shape can belong to a parameter: dimensions may be missing or have size 1.
 
-    Counters have no dimension, and Adafactor keeps means over rows and over columns.
+    Counters have no dimensions, and Adafactor keeps means over rows and over columns.
     """
     left = iter(parameter.shape)
     return all(size == 1 or size in left for size in value.shape)

@@ -1,4 +1,4 @@
-"""Gradients that steps left in `.grad`, told from those that somebody else put there and that a step would drop."""
+"""Tells gradients that a step left in `.grad` from gradients of other origin, which a step would drop."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from bsam.torch_private import version_of
 __all__ = ["not_left", "note_as_left"]
 
 _left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-"""The gradients that steps left, by id, with their versions, which count the changes in place.
+"""The gradients that steps left, by id, with their versions, which count changes in place.
 
-Not a weak dictionary: its callbacks run wherever a gradient dies, and Python drops an interrupt that arrives in one.
+A weak dictionary would not do: its callbacks run wherever a gradient is freed, and Python drops an interrupt that
+arrives in a callback.
 """
 
 
@@ -29,13 +30,13 @@ def note_as_left(grads: Iterable[Tensor | None]) -> None:
 
 
 def not_left(parameters: list[Tensor]) -> list[int]:
-    """The positions of the parameters whose `.grad` is not zero, and that no step left there."""
-    strange = [(i, p.grad) for i, p in enumerate(parameters) if p.grad is not None and not _was_left(p.grad)]
-    if not strange:
+    """Return the positions of parameters with a nonzero `.grad` that no step left there."""
+    foreign = [(i, p.grad) for i, p in enumerate(parameters) if p.grad is not None and not _was_left(p.grad)]
+    if not foreign:
         return []
-    device = strange[0][1].device
-    nonzero = torch.stack([grad.any().to(device) for _, grad in strange]).tolist()
-    return [i for (i, _), found in zip(strange, nonzero, strict=True) if found]
+    device = foreign[0][1].device
+    nonzero = torch.stack([grad.any().to(device) for _, grad in foreign]).tolist()
+    return [i for (i, _), found in zip(foreign, nonzero, strict=True) if found]
 
 
 def _was_left(grad: Tensor) -> bool:

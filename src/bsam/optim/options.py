@@ -1,4 +1,4 @@
-"""Rules that options of an optimizer must satisfy: each names the value seen, the rule, and what to write."""
+"""Checks of an optimizer's options: each error names the value, the rule, and what to write."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def integer(name: str, value: Any) -> None:
 
 
 def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Accept one of a few values."""
+    """Accept one of the given values."""
     if not any(value is choice or value == choice for choice in choices):
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
 

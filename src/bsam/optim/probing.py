@@ -1,7 +1,7 @@
-"""What a method sees of a step: its parameters as slots, a function that gives gradients, and a tally to count in.
+"""What a method gets in a step: parameters as slots, a function that returns gradients, and a tally of averages.
 
-A *probe* is a method's look at one sub-batch: it asks for gradients at weights of its choice, `grad_at(weights)`, and
-counts what they say. Sub-batches are probed one after the other, by `GradAt` and `Tally`, or all at once, by their
+A *probe* evaluates one sub-batch: it asks for gradients at weights of its choice, `grad_at(weights)`, and adds results
+to a tally. Sub-batches are probed one after the other, with `GradAt` and `Tally`, or all at once, with their
 counterparts in `bsam.optim.together`.
 """
 
@@ -34,11 +34,11 @@ class Slot:
     """The weights before the step."""
     state: dict[str, Any]
     seen: bool = False
-    """Whether any pass of the step gave it a gradient."""
+    """Whether any pass of the step gave the parameter a gradient."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its statistics and state: float32 for 16-bit weights."""
+        """The type of its averages and state: float32 for 16-bit weights."""
         return torch.promote_types(self.parameter.dtype, torch.float32)
 
     def per_element(self, value: Tensor) -> Tensor:
@@ -47,34 +47,34 @@ class Slot:
 
 
 class MeanSnapshot:
-    """The weights before the step, of which the slots have copies."""
+    """The weights before the step, as the slots hold them."""
 
     def __init__(self, slots: list[Slot]) -> None:
         self._slots = slots
 
     def restore(self) -> None:
-        """Put the weights back."""
+        """Write the weights back into the parameters."""
         for slot in self._slots:
             slot.parameter.copy_(slot.mean)
 
 
 class Gradients(Protocol):
-    """Gives the gradients of one sub-batch at given weights: `GradAt` in a loop, `GradAtStack` under vmap."""
+    """Computes gradients of one sub-batch at given weights: `GradAt` in a loop, `GradAtStack` under vmap."""
 
     def __call__(self, weights: Iterable[Tensor], /) -> list[Tensor]:
         """The gradients, one per slot."""
 
     def with_weights(self, weights: Iterable[Tensor], /) -> tuple[list[Tensor], list[Tensor]]:
-        """The gradients, and the weights where they were taken, one tensor per slot each.
+        """Return the gradients, and the weights at which they were computed, one tensor per slot each.
 
-        These weights may be written to, and lie in the model if it is probed in a loop. Use them before the next pass.
+        The caller may write to these weights. In a loop they are the model's own: use them before the next pass.
         """
 
     def moments(self, weights: Iterable[Tensor], /) -> tuple[list[Tensor], list[Tensor]]:
-        """Mean and mean square of the gradients of the examples, one tensor per slot each."""
+        """Return mean and mean square of the examples' gradients, one tensor per slot each."""
 
     def per_split(self, function: Callable[..., Any], /) -> Callable[..., Any]:
-        """A function of one sub-batch's tensors as one of those at hand, which may be of many, stacked."""
+        """Apply a function of one sub-batch's tensors to each sub-batch, also if tensors are stacked."""
 
 
 class GradAt:
@@ -89,40 +89,40 @@ class GradAt:
         per_example: PerExample | None = None,
     ) -> None:
         self._slots, self._closure, self._part = slots, closure, part
-        self._frozen = frozen  # the statistics that a pass, given by its number, must not move
+        self._frozen = frozen  # maps the number of a pass to the running statistics that it must not move
         self._per_example = per_example
         self.losses: list[Tensor] = []
-        """Of each pass."""
+        """One loss per pass."""
 
     def __call__(self, weights: Iterable[Tensor]) -> list[Tensor]:
         """The gradients, one per slot."""
         return self._evaluate(weights, self._gradients)
 
     def with_weights(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The gradients, and the parameters themselves, which hold the weights until the next pass."""
+        """Return the gradients, and the parameters themselves, which hold the weights until the next pass."""
         return self(weights), [slot.parameter for slot in self._slots]
 
     def moments(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Mean and mean square of the gradients of the examples, one tensor per slot each."""
+        """Return mean and mean square of the examples' gradients, one tensor per slot each."""
         return self._evaluate(weights, self._moments)
 
     def per_split(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function itself: here is one sub-batch."""
+        """Return the function itself: there is one sub-batch."""
         return function
 
     def _evaluate(self, weights: Iterable[Tensor], function: Callable[[], tuple[Result, Tensor]]) -> Result:
-        """What `function` finds there, beside the loss; it marks the slots that are seen."""
+        """Write `weights` into the model and return the result of `function` there; keep its loss."""
         for slot, theta in zip(self._slots, weights, strict=True):
             slot.parameter.copy_(theta)
-        torch.clear_autocast_cache()  # a surrounding autocast region would go on with the old weights
-        statistics = BufferSnapshot(self._frozen(len(self.losses)))
+        torch.clear_autocast_cache()  # a surrounding autocast region would keep using the old weights
+        frozen_buffers = BufferSnapshot(self._frozen(len(self.losses)))
         result, loss = function()
-        statistics.restore()
+        frozen_buffers.restore()
         self.losses.append(loss)
         return result
 
     def _gradients(self) -> tuple[list[Tensor], Tensor]:
-        """The gradient of each slot, zero where there is none."""
+        """Compute the gradient of each slot, zero if there is none, and mark the slots that a gradient reached."""
         gradients, loss = batch_gradient([slot.parameter for slot in self._slots], self._closure, self._part)
         taken = []
         for slot, gradient in zip(self._slots, gradients, strict=True):
@@ -131,7 +131,7 @@ class GradAt:
         return taken, loss
 
     def _moments(self) -> tuple[tuple[list[Tensor], list[Tensor]], Tensor]:
-        assert self._per_example is not None  # the method's own
+        assert self._per_example is not None  # the method declared `per_example`
         seen = [slot.seen for slot in self._slots]
         parameters = [slot.parameter for slot in self._slots]
         mean, mean_square, loss = self._per_example.moments(parameters, self._closure, self._part, seen)
@@ -141,15 +141,15 @@ class GradAt:
 
 
 class Tally:
-    """Averages what the sub-batches say: for each statistic, by name, one tensor per slot."""
+    """Averages named results over the sub-batches, one tensor per slot each."""
 
     def __init__(self) -> None:
         self.means: dict[str, list[Tensor]] = {}
         self.weight = 1.0
-        """The share that the present sub-batch has in the batch."""
+        """The share of the present sub-batch in the batch."""
 
     def add(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Count what the present sub-batch says; the tensors are taken over, and must not be written to again."""
+        """Add results of the present sub-batch. The caller must not write to the tensors afterwards."""
         if name not in self.means:
             self.means[name] = [t if self.weight == 1 else t * self.weight for t in tensors]
         else:
@@ -157,18 +157,18 @@ class Tally:
                 mean.add_(value, alpha=self.weight)
 
     def add_abs(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Count the absolute values of what the present sub-batch says; the tensors are only read."""
+        """Add absolute values of the present sub-batch's results; the tensors are only read."""
         self.add(name, (tensor.abs() for tensor in tensors))
 
 
 def emptied(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """The tensors one by one; the list lets go of each, so that what is computed of it can take its memory."""
+    """Yield the tensors and remove each from the list, so that results can reuse its memory."""
     while tensors:
         yield tensors.pop(0)
 
 
 class Prober(Protocol):
-    """What looks at sub-batches: an optimizer, see `ProbingOptimizer`."""
+    """An object that probes sub-batches: an optimizer, see `ProbingOptimizer`."""
 
     def _option(self, name: str) -> Any: ...
 

@@ -21,9 +21,9 @@ Where this differs from print, and why:
 - The norm runs over all perturbed parameters of all groups and is taken of the loss gradient alone, without weight
   decay. A zero gradient is not perturbed.
 - torch's Adam corrects the bias of its averages, Algorithm 1 does not: the first steps are larger.
-- Sub-batches count by their size, so that ragged ones give the mean over all examples.
+- Sub-batches are weighted by their size, so that ragged ones give the mean over all examples.
 
-State: the base optimizer's own. `state` and `param_groups` are shared with it, so state_dict holds everything.
+State: that of the base optimizer, which shares `state` and `param_groups`, so state_dict holds everything.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ class SAM(ProbingOptimizer):
 
     Args:
         params: Parameters, named parameters, or groups of them. A group may override `rho` and every option of
-            the base optimizer, and say `perturb=False` to be left out of the adversarial step.
-        base_optimizer: A torch optimizer class, or a function that makes one: called with the groups and
-            `base_kwargs`.
+            the base optimizer. With `perturb=False` it is excluded from the adversarial step.
+        base_optimizer: A torch optimizer class, or a function that makes an optimizer. It is called with the groups
+            and `base_kwargs`.
         rho: Radius of the ball in which the loss is maximised.
-        splits: Into how many parts each minibatch is cut, each with a perturbation of its own (m-sharpness).
-            Not gradient accumulation: it changes the method.
-        nonfinite: `"raise"` stops at a loss or gradient that is not finite, `"skip"` leaves the step out and counts
-            it in `skipped_steps` (here at the price of one look at the device a step).
+        splits: Number of parts of each minibatch, each with its own perturbation (m-sharpness). This is not gradient
+            accumulation: it changes the method.
+        nonfinite: `"raise"` stops at a loss or gradient that is not finite, `"skip"` skips the step and counts it in
+            `skipped_steps` (which waits for the device once per step).
         max_grad_norm: Clips the norm of g_eps, the averaged gradient at the perturbed weights.
-        module: The model. Lets the optimizer handle BatchNorm, compute the splits together, and name parameters in
-            messages.
+        module: The model. With it the optimizer can handle BatchNorm, compute the splits together, and name parameters
+            in messages.
         batch_norm: Which passes move BatchNorm's running statistics, see `bsam.batch_norm`.
-        vectorise: True: the splits are computed together by vmap, or an error. False: in a loop, with the same
-            numbers. None: together on a GPU, and in a loop, with one warning that says why, where that fails.
+        vectorise: True: compute the splits together by vmap, or raise. False: compute them in a loop, with the same
+            numbers. None: together on a GPU; if that fails, in a loop, with one warning that says why.
         process_group: Ranks as further splits, see the page on distributed training.
         base_kwargs: Options of the base optimizer.
 
@@ -128,7 +128,7 @@ class SAM(ProbingOptimizer):
         self.base_optimizer = base_optimizer(self.param_groups, **base_kwargs)
         if evaluates_loss(self.base_optimizer):
             raise ValueError(
-                f"{type(self.base_optimizer).__name__} evaluates the loss by itself, so SAM cannot hand it a gradient."
+                f"{type(self.base_optimizer).__name__} evaluates the loss by itself, so SAM cannot give it a gradient."
             )
         self.defaults = {**self.base_optimizer.defaults, **defaults}
         for group in self.base_optimizer.param_groups:
@@ -137,7 +137,7 @@ class SAM(ProbingOptimizer):
         self.param_groups, self.state = self.base_optimizer.param_groups, self.base_optimizer.state
 
     def _check_keys(self, group: dict[str, Any]) -> None:
-        if "base_optimizer" in self.__dict__:  # which is made of the groups, and knows the other options
+        if "base_optimizer" in self.__dict__:  # it is made from the groups, and knows the other options
             super()._check_keys(group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -148,11 +148,11 @@ class SAM(ProbingOptimizer):
             options.non_negative("lr", group["lr"])
         if group.get("maximize"):
             raise ValueError(
-                "maximize=True does not go with SAM, which looks for the worst loss nearby: negate the loss."
+                "maximize=True does not go with SAM, which searches for the largest loss nearby: negate the loss."
             )
 
     def _scaled(self, slot: Slot, tensor: Tensor) -> Tensor:
-        """A gradient, or a perturbation, times the axes of the ball around the weights: here all are 1."""
+        """Multiply a gradient or a perturbation by the axes of the ball around the weights: here all are 1."""
         return tensor
 
     def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
@@ -166,7 +166,7 @@ class SAM(ProbingOptimizer):
             else slot.mean.expand_as(g_i)
             for slot, g_i in zip(slots, g, strict=True)
         )
-        del g, moved  # its memory is free once the weights are written
+        del g, moved  # so that their memory is free after the weights are written
         tally.add("gradient", grad_at(perturbed))  # line 4
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -181,5 +181,5 @@ class SAM(ProbingOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # State and groups are new objects now, here as after load_state_dict: share them again.
+        # State and groups are new objects now, as after load_state_dict: share them again.
         self.base_optimizer.__setstate__({"state": self.state, "param_groups": self.param_groups})

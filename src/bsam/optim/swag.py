@@ -22,9 +22,9 @@ Where this differs from print, and why:
 
 - The paper keeps the mean of theta^2 and subtracts mean^2 in the end; v of line 4 is the same number without the
   cancellation, which in float32 can be larger than the variance itself. As in the authors' code v is at least 1e-30.
-- With fewer than `rank` snapshots K is their number (the authors' code divides by the rank - 1 all the same).
-- Only parameters that require a gradient are sampled. BatchNorm's statistics belong to other weights than the mean's or
-  a sample's: `bsam.predict(..., recalibrate=train_loader)` estimates them anew.
+- With fewer than `rank` snapshots K is their number (the authors' code still divides by rank - 1).
+- Only parameters that require a gradient are sampled. BatchNorm's running statistics belong neither to the mean nor to
+  a sample: `bsam.predict(..., recalibrate=train_loader)` estimates them again.
 
 State: counts, `mean`, `variance` and `deviations` by name of the parameter; float32 for 16-bit weights.
 """
@@ -51,22 +51,22 @@ _STATE = ("rank", "interval", "num_steps", "num_snapshots", "mean", "variance", 
 
 
 def update(mean: Tensor, v: Tensor, theta: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The new (mean, v), and the deviation from the new mean, when theta is the n-th snapshot."""
+    """Return the new (mean, v), and the deviation from the new mean, where theta is the n-th snapshot."""
     new_mean = mean + (theta - mean) / n  # line 3
     v = v + ((theta - mean) * (theta - new_mean) - v) / n  # line 4
     return new_mean, v, theta - new_mean  # line 5
 
 
 class SWAG:
-    """Collects the weights of a model along its training.
+    """Collects the weights of a model during its training.
 
-    Train first, with any optimizer; then, for some epochs at a constant learning rate, call `step` after each of the
-    optimizer's.
+    Train first, with any optimizer. Then continue for some epochs at a constant learning rate, and call `step` after
+    each step of the optimizer.
 
     Args:
         model: The model that is trained.
-        rank: How many deviations are kept, those of the last snapshots.
-        interval: A snapshot is taken at every `interval`-th call of `step`.
+        rank: Number of deviations that are kept: those of the last snapshots.
+        interval: Number of calls of `step` from one snapshot to the next.
 
     Examples:
         >>> model = nn.Linear(3, 2)
@@ -87,7 +87,7 @@ class SWAG:
         self.rank = rank
         self.interval = interval
         self.num_steps = 0
-        """How often `step` was called."""
+        """Number of calls of `step`."""
         self.num_snapshots = 0
         trainable = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
         if not trainable:
@@ -100,7 +100,7 @@ class SWAG:
         self._deviations: deque[dict[str, Tensor]] = deque(maxlen=rank)
 
     def step(self) -> None:
-        """Count a step of the optimizer, and take a snapshot if it is time for one."""
+        """Count a step of the optimizer, and take a snapshot at every `interval`-th call."""
         with deferred():
             if (self.num_steps + 1) % self.interval == 0:
                 self.collect()
@@ -130,18 +130,18 @@ class SWAG:
     def posterior(
         self, *, scale: float = 1.0, prior_precision: float | Mapping[str, float] | None = None
     ) -> LowRankGaussian:
-        """The Gaussian of line 7, with the present buffers of the model.
+        """Return the Gaussian of line 7, with the present buffers of the model.
 
         Args:
-            scale: Multiplies the covariance. 1 is line 7; the authors' code leaves its factors 1/2 out, so that their
-                scale of 0.5 is 1 here.
+            scale: Multiplies the covariance. 1 is line 7; the authors' code omits the factors 1/2, so that their scale
+                of 0.5 is 1 here.
             prior_precision: Precision of the prior, for the posterior's `kl`.
         """
         if self.num_snapshots < 2:
             raise ValueError(
                 f"SWAG has {self.num_snapshots} snapshots after {self.num_steps} steps, and a covariance needs 2 or "
-                f"more: call step() after each step of the optimizer, {2 * self.interval} times or more, or make it "
-                "with a smaller interval."
+                f"more: call step() after each step of the optimizer, {2 * self.interval} times or more, or choose a "
+                "smaller interval."
             )
         parameters = named_parameters(self.model)
         return LowRankGaussian(
@@ -154,7 +154,7 @@ class SWAG:
         )
 
     def _stacked_deviations(self) -> dict[str, Tensor]:
-        """(K, *shape) for each parameter."""
+        """Stack the deviations: (K, *shape) per parameter."""
         return {
             name: torch.stack([d[name] for d in self._deviations])
             if self._deviations
@@ -163,7 +163,7 @@ class SWAG:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs to go on, as copies."""
+        """Return copies of everything that `load_state_dict` needs."""
         return {
             "rank": self.rank,
             "interval": self.interval,
@@ -175,7 +175,7 @@ class SWAG:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, options included. Refuses a state that does not fit before any change."""
+        """Load the result of `state_dict`, options included. A state that does not fit is refused before any change."""
         missing = [key for key in _STATE if key not in state_dict]
         if missing:
             raise ValueError(f"the loaded state has no {missing[0]!r}: is it the state of a SWAG?")

@@ -1,11 +1,9 @@
-"""All sub-batches probed at once: the method's own probe on stacked weights, gradients by `torch.vmap`.
+"""Probes all sub-batches at once: the method's own probe on stacked weights, gradients by `torch.vmap`.
 
 The loop over the splits of a batch, m forward and backward passes one after the other, becomes one pass with a stack
-of m weights and m sub-batches. The model's weights and buffers are handed to the loss function by `functional_call`,
-so it must look them up in the module when it is called. BatchNorm's buffers are stacked too: each split has its own,
-and those of the first are kept (the policy `"first_split"`).
-
-`bsam.executor` says when this is done, and when a loop does it.
+of m weights and m sub-batches. `functional_call` gives the model's weights and buffers to the loss function, which must
+look them up in the module when it is called. BatchNorm's buffers are stacked too: each split has its own, and those of
+the first split are kept (the policy `"first_split"`). `bsam.executor` decides between this and a loop.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ Evaluate = Callable[[list[Tensor], list[Tensor], dict[str, Tensor]], tuple[list[
 
 
 def obstacle_to_stacking(module: nn.Module, policy: str, parts: Parts) -> str | None:
-    """Why these parts cannot be probed together, or None if they can."""
+    """Return why these parts cannot be probed together, or None if they can."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return "module= is a DistributedDataParallel, whose hooks run in a loop only"
     if len({size for _, size in parts}) > 1:
-        return "the sub-batches are not of one size"
+        return "the sub-batches have different sizes"
     moving = any(layer.training and layer.running_mean is not None for _, layer in normalisation_layers(module))
     if moving and policy in ("all", "first_pass"):
         return f"batch_norm={policy!r} moves running statistics from split to split"
@@ -53,7 +51,7 @@ def obstacle_to_stacking(module: nn.Module, policy: str, parts: Parts) -> str | 
 
 
 def stack_parts(parts: Parts) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """The first part, and the tensors of all parts, each stacked along a new dimension 0."""
+    """Return the first part, and the tensors of all parts, stacked along a new dimension 0."""
     columns: list[list[Tensor]] = []
     for part, _ in parts:
         columns.append([])
@@ -67,11 +65,11 @@ class GradAtStack:
     Args:
         loss_module: A module whose forward is the loss of a part.
         unpack: Maps the slots' weights to the loss module's named parameters, for one sub-batch.
-        pack: Maps the gradients of the weights, in the same order, to the slots', for one sub-batch.
+        pack: Maps gradients in the order of these parameters to the slots' gradients, for one sub-batch.
         example: One sub-batch, for its structure.
-        tensors: Its tensors, stacked.
+        tensors: The tensors of all sub-batches, stacked.
         buffers: The buffers of the loss module by name, stacked.
-        frozen: Names of the buffers that must not move, for each pass.
+        frozen: Maps the number of a pass to the names of the buffers that it must not move.
     """
 
     def __init__(
@@ -87,11 +85,11 @@ class GradAtStack:
         self._loss_module, self._unpack, self._pack = loss_module, unpack, pack
         self._example, self._tensors, self._frozen = example, tensors, frozen
         self.evaluate: Evaluate = self.evaluate_all
-        """What finds the gradients: `evaluate_all`, or a compiled form of it."""
+        """Computes the gradients: `evaluate_all`, or a compiled form of it."""
         self.buffers = buffers
-        """Of the loss module, as the passes so far left them."""
+        """The buffers of the loss module after the passes so far."""
         self.losses: list[Tensor] = []
-        """Of each pass."""
+        """One stack of losses per pass."""
 
     def __call__(self, weights: Iterable[Tensor]) -> list[Tensor]:
         """The gradients, one per slot."""
@@ -102,14 +100,14 @@ class GradAtStack:
         return [gradient.detach() for gradient in gradients]
 
     def with_weights(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The gradients, and the weights themselves, stacked."""
+        """Return the gradients, and the weights themselves, stacked."""
         weights = list(weights)
         return self(weights), weights
 
     def evaluate_all(
         self, weights: list[Tensor], tensors: list[Tensor], buffers: dict[str, Tensor]
     ) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
-        """Gradients, losses and moved buffers of all sub-batches, as a function of tensors alone."""
+        """Compute gradients, losses and moved buffers of all sub-batches: a pure function of tensors."""
 
         def one(
             weights: list[Tensor], rows: list[Tensor], buffers: dict[str, Tensor]
@@ -118,9 +116,9 @@ class GradAtStack:
 
             def loss_at(*tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
                 handed = dict(zip(named, tensors, strict=True))
-                handed |= {name: b.clone() for name, b in buffers.items()}  # torch.func lets only such be written to
+                handed |= {name: b.clone() for name, b in buffers.items()}  # torch.func allows writes to copies only
                 loss = functional_call(self._loss_module, handed, (part,))
-                return loss, {name: handed[name] for name in buffers}  # a buffer that was replaced is in the dict
+                return loss, {name: handed[name] for name in buffers}  # also buffers that forward has replaced
 
             loss, pullback, moved = vjp(loss_at, *named.values(), has_aux=True)  # type: ignore[misc]
             with without_autocast(loss.device):
@@ -132,9 +130,9 @@ class GradAtStack:
         return found
 
     def moments(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Mean and mean square of the gradients of the examples, one tensor per slot each; buffers do not move.
+        """Return mean and mean square of the examples' gradients, one tensor per slot each; buffers do not move.
 
-        All sub-batches are averaged at once: the stack along dimension 0 is of one.
+        The mean is over all sub-batches: dimension 0 has size 1.
         """
 
         def one(weights: list[Tensor], rows: list[Tensor], buffers: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -144,7 +142,7 @@ class GradAtStack:
                 part = self._part([row[None] for row in example])
 
                 def loss_at(*tensors: Tensor) -> Tensor:
-                    handed = dict(zip(named, tensors, strict=True)) | buffers  # or one that is replaced would stay
+                    handed = dict(zip(named, tensors, strict=True)) | buffers  # else a replaced buffer would stay
                     loss: Tensor = functional_call(self._loss_module, handed, (part,))
                     return loss
 
@@ -164,7 +162,7 @@ class GradAtStack:
         return [mean[None] for mean in means], [square[None] for square in squares]
 
     def per_split(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function of one sub-batch's tensors for those of all."""
+        """Map the function over the sub-batches."""
         return lambda *arguments, **constants: _vmap(functools.partial(function, **constants))(*arguments)
 
     def _part(self, rows: list[Tensor]) -> tuple[Any, ...]:
@@ -174,14 +172,14 @@ class GradAtStack:
 
 
 class StackTally(Tally):
-    """Averages over the stack as statistics come: no more than one tensor is held for all sub-batches."""
+    """Averages over the stack when results are added: it holds one tensor for all sub-batches."""
 
     def add(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Count what all sub-batches say."""
+        """Add results of all sub-batches."""
         super().add(name, (tensor.mean(0) for tensor in tensors))
 
     def add_abs(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Count the absolute values of what all sub-batches say, without a stack of them in memory."""
+        """Add absolute values of all sub-batches' results, without a stack of them in memory."""
         norms = (torch.linalg.vector_norm(tensor, 1, dim=0).div_(len(tensor)) for tensor in tensors)
         Tally.add(self, name, norms)
 
@@ -196,16 +194,16 @@ def probe_together(
     *,
     check: bool,
 ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    """The mean losses of each pass and the mean statistics over the parts.
+    """Probe all parts at once; return the mean loss of each pass and the averages over the parts.
 
     Args:
-        optimizer: Whose `_probe` looks at them.
+        optimizer: The method, which defines `_probe`.
         module: The model.
-        slots: What it looks at.
+        slots: The optimizer's parameters.
         closure: The loss function.
         parts: The sub-batches, with their sizes.
-        first: Number of the first one, counted over all ranks.
-        check: Raise if the weights that are handed to the loss function are not all that it uses.
+        first: Number of the first sub-batch, counted over all ranks.
+        check: Raise if the loss function uses parameters other than those it is given.
     """
     if check:
         reached_by(module, [slot.parameter for slot in slots], closure, parts[0][0])
@@ -213,7 +211,7 @@ def probe_together(
     example, tensors = stack_parts(parts)
     splits = range(first, first + len(parts))
     buffers = {f"module.{name}": b for name, b in module.named_buffers()}
-    losses, statistics, moved = probe_stack(
+    losses, averages, moved = probe_stack(
         optimizer,
         slots,
         LossModule(module, closure),
@@ -226,14 +224,14 @@ def probe_together(
     )
     for name, buffer in buffers.items():
         buffer.copy_(moved[name])
-    _mark_seen(module, slots, closure, parts[0][0], statistics["gradient"])
-    return losses, statistics
+    _mark_seen(module, slots, closure, parts[0][0], averages["gradient"])
+    return losses, averages
 
 
 def _mark_seen(
     module: nn.Module, slots: list[Slot], closure: LossFunction, part: tuple[Any, ...], gradients: list[Tensor]
 ) -> None:
-    """Mark the slots that are part of the loss: zeros may be a gradient, or stand for none."""
+    """Mark the slots that are part of the loss: a gradient of zeros may mean that there is none."""
     device = gradients[0].device
     seen = torch.stack([gradient.any().to(device) for gradient in gradients]).tolist()
     if not all(seen):
@@ -255,11 +253,11 @@ def probe_stack(
     buffers: dict[str, Tensor],
     evaluate: Evaluate | None = None,
 ) -> tuple[list[Tensor], dict[str, list[Tensor]], dict[str, Tensor]]:
-    """Mean losses of each pass and mean statistics over all sub-batches, and the buffers of the first.
+    """Return the mean loss of each pass, the averages over all sub-batches, and the buffers of the first.
 
     Args:
-        optimizer: Whose `_probe` looks at them.
-        slots: What it looks at.
+        optimizer: The method, which defines `_probe`.
+        slots: The optimizer's parameters.
         loss_module: See `GradAtStack`.
         unpack: See `GradAtStack`.
         pack: See `GradAtStack`.
@@ -267,9 +265,9 @@ def probe_stack(
         example: See `GradAtStack`.
         tensors: See `GradAtStack`.
         buffers: See `GradAtStack`.
-        evaluate: What finds the gradients, if not `GradAtStack.evaluate_all`.
+        evaluate: Computes the gradients in place of `GradAtStack.evaluate_all`.
     """
-    statistics_of_norms = frozenset(
+    running_statistics = frozenset(
         f"module.{name}.{buffer}"
         for name, layer in normalisation_layers(loss_module.get_submodule("module"))
         for buffer in own_buffers(layer)
@@ -277,7 +275,7 @@ def probe_stack(
     policy = optimizer._option("batch_norm")
 
     def frozen(pass_index: int) -> frozenset[str]:
-        return frozenset() if moves_statistics(policy, 0, pass_index) else statistics_of_norms
+        return frozenset() if moves_statistics(policy, 0, pass_index) else running_statistics
 
     grad_at = GradAtStack(loss_module, unpack, pack, example, tensors, buffers, frozen)
     tally = StackTally()

@@ -1,4 +1,4 @@
-"""What the optimizers share that learn a diagonal Gaussian over the weights: noise, samples and the posterior."""
+"""Base class of the optimizers that learn a diagonal Gaussian over the weights: noise, samples and the posterior."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def posterior_std(s: Tensor, N: float) -> Tensor:
 
 
 class GaussianOptimizer(ProbingOptimizer):
-    """Base of the optimizers whose weights are the mean of a Gaussian.
+    """Base class of optimizers whose weights are the mean of a Gaussian.
 
-    A subclass gives the precision of the Gaussian (`_unit_precision`), and the share of it that a step keeps
-    (`_share_kept`). A group may say `sample=False`: it gets no noise, and its posterior is a point.
+    A subclass defines the precision of the Gaussian (`_unit_precision`), and the share of it that a step keeps
+    (`_share_kept`). A group with `sample=False` gets no noise, and its posterior is a point.
     """
 
     whole_options: ClassVar[tuple[str, ...]] = (
@@ -42,7 +42,7 @@ class GaussianOptimizer(ProbingOptimizer):
 
     def _reset(self) -> None:
         super()._reset()
-        self._draws = 0  # samples taken by sampled()
+        self._draws = 0  # the number of samples that sampled() has drawn
         self._means: dict[Tensor, Tensor] | None = None  # the weights, while sampled() holds a sample in the model
 
     # ------------------------------------------------------------------ the method, given by a subclass
@@ -55,7 +55,7 @@ class GaussianOptimizer(ProbingOptimizer):
         return self._unit_precision(slot) if slot.group["sample"] else None
 
     def _share_kept(self, group: dict[str, Any]) -> Any:
-        """Which share of the precision a step keeps: a number, or a tensor if the group's options are."""
+        """Return the share of the precision that a step keeps: a number, or a tensor if the options are tensors."""
         return group["betas"][1]
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ class GaussianOptimizer(ProbingOptimizer):
         return float(self._option("num_data") * self._option("augmentation_factor"))
 
     def _letters(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The options of a group by the letters that the algorithms share."""
+        """Return the options of a group under the letters that the algorithms share."""
         return {
             "alpha": group["lr"],
             "beta1": group["betas"][0],
@@ -95,7 +95,7 @@ class GaussianOptimizer(ProbingOptimizer):
         return slot.mean if s is None else self._sample(slot, s, split)
 
     def _sample(self, slot: Slot, s: Tensor, draw: int) -> Tensor:
-        """Weights from N(mean, 1 / (N s))."""
+        """Draw weights from N(mean, 1 / (N s))."""
         e = standard_normal(
             self._option("seed"),
             slot.state["step"],
@@ -110,10 +110,10 @@ class GaussianOptimizer(ProbingOptimizer):
     # ------------------------------------------------------------------ the posterior
 
     def posterior(self, model: nn.Module | None = None) -> DiagonalGaussian:
-        """The Gaussian over the weights, with the prior that was used.
+        """Return the Gaussian over the weights, with the prior that was used.
 
-        Frozen parameters and groups with `sample=False` are points. Warns while a tenth or more of the precision is
-        still its starting value, that is, where steps keep a share beta2 of it, while beta2^t > 0.1.
+        Frozen parameters and groups with `sample=False` are points. Warns if more than a tenth of the precision is
+        still its starting value: after t steps that each keep a share beta2 of it, if beta2^t > 0.1.
 
         Args:
             model: The model, for the names of its parameters and for its buffers. Not needed if the optimizer was
@@ -123,12 +123,12 @@ class GaussianOptimizer(ProbingOptimizer):
         slots = [slot for slot in self._slots() if slot.group["sample"]]
         taken = [(int(slot.state["step"]), float(self._share_kept(slot.group))) for slot in slots]
         taken = [each for each in taken if each[0]] or taken[:1]  # parameters that no gradient reached do not count
-        steps, kept = max(taken, key=lambda each: each[1] ** each[0], default=(0, 0.0))
-        left = kept**steps
-        if left > 0.1:
+        steps, share = max(taken, key=lambda each: each[1] ** each[0], default=(0, 0.0))
+        initial = share**steps
+        if initial > 0.1:
             warnings.warn(
-                f"after {steps} steps {left:.0%} of the precision is still its starting value: train longer, or with a "
-                "smaller beta2 (0.99 forgets it in 230 steps).",
+                f"after {steps} steps {initial:.0%} of the precision is still its starting value: train longer, or use "
+                "a smaller beta2 (0.99 forgets it in 230 steps).",
                 stacklevel=2,
             )
         return DiagonalGaussian.from_model(
@@ -138,12 +138,12 @@ class GaussianOptimizer(ProbingOptimizer):
         )
 
     def sampled(self, draw: int | None = None) -> contextlib.AbstractContextManager[None]:
-        """Put one sample of the posterior into the model; the mean comes back when the block ends.
+        """Write one sample of the posterior into the model until the block ends; then restore the mean.
 
-        Blocks may be nested: an inner one replaces the sample by another. Frozen parameters stay as they are.
+        Blocks may be nested: an inner block uses another sample. Frozen parameters do not change.
 
         Args:
-            draw: Number of the sample: the same number at the same step is the same sample. By default the next one.
+            draw: Number of the sample: the same number at the same step is the same sample. By default the next number.
         """
         return _Sampled(self, draw)
 
@@ -164,7 +164,7 @@ class _Sampled(Restored):
             raise ValueError(f"draw={draw} must be >= 0: it numbers the samples of the posterior.")
         if draw is None:
             draw, optimizer._draws = optimizer._draws, optimizer._draws + 1
-        self._slots = optimizer._slots()  # what to put back: the mean, or the outer sample
+        self._slots = optimizer._slots()  # hold the weights to restore: the mean, or the outer sample
         if optimizer._means is None:
             optimizer._means = {slot.parameter: slot.mean for slot in self._slots}
             optimizer._away = "inside sampled()"

@@ -1,7 +1,7 @@
 """VOGN: variational inference by natural gradients, with squared per-example gradients as curvature.
 
 Osawa, Swaroop, Jain, Eschenhagen, Turner, Yokota and Khan (2019), "Practical Deep Learning with Bayesian Principles",
-NeurIPS; Algorithm 1. A baseline of Möllenhoff and Khan (2023), appendix G.1, with a weight sample for each split.
+NeurIPS; Algorithm 1. A baseline of Möllenhoff and Khan (2023), appendix G.1, with one weight sample per split.
 
     1:  mu <- initial weights, m <- 0; the first minibatch takes e_k = 0, and its h_hat is the first s
     2:  while not converged, for a minibatch of B examples cut into K parts M_1 .. M_K:
@@ -26,14 +26,15 @@ NeurIPS; Algorithm 1. A baseline of Möllenhoff and Khan (2023), appendix G.1, w
 Where this differs from print, and why:
 
 - Osawa et al. run K weight samples on each device's whole part of the minibatch; Möllenhoff and Khan cut the minibatch
-  into 16 parts, "and consider independently computed perturbations for each". So does this: one sample a part.
+  into 16 parts, "and consider independently computed perturbations for each". This file does the same: one sample per
+  part.
 - Line 8 is an average with a long memory, as `betas` mean elsewhere: `statistics="average"`. In the code of Osawa et
-  al. 0.999 is the weight of the new statistics, s <- (1 - beta2) s + beta2 h_hat, so that s is all but the present
-  h_hat: `statistics="latest"`. The settings of Möllenhoff and Khan do not say which they mean.
+  al. 0.999 is the weight of the new h_hat, s <- (1 - beta2) s + beta2 h_hat, so that s is nearly the present h_hat:
+  `statistics="latest"`. The settings of Möllenhoff and Khan do not say which form they mean.
 - The heavy ball of line 7 has no factor 1 - beta1, as in the code of Osawa et al.: effective rates are then SGD's.
 - s starts as in the code of Osawa et al., at the h_hat of the first minibatch, and that first step is not sampled.
 - No tempering: their tau is 1. Their factor for augmented data is `augmentation_factor`.
-- Parts count by their size, so that ragged ones give the mean over all examples.
+- Parts are weighted by their size, so that ragged ones give the mean over all examples.
 
 State of a parameter: `momentum` (m), `curvature` (s) and `step`; float32 for 16-bit weights.
 """
@@ -76,7 +77,7 @@ def update(
     delta: float | Tensor,
     gamma: float | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The new (mu, m, s); `started` is false in the first step."""
+    """Return the new (mu, m, s); `started` is false in the first step."""
     m = plus(plus(g_hat, mu, delta), m, beta1)  # line 7: beta1 m + g_hat + delta mu
     s = torch.where(started, average(s, h_hat.clone(), beta2), h_hat)  # lines 1, 8: beta2 s + (1 - beta2) h_hat
     mu = plus_quotient(mu, m, s + (delta + gamma), -alpha)  # line 9: mu - alpha m / (s + delta + gamma)
@@ -87,32 +88,31 @@ class VOGN(GaussianOptimizer):
     """Variational online Gauss-Newton.
 
     A step needs the gradient of each example: `step(loss_fn, *batch)` calls `loss_fn` with batches of one example,
-    all at once by `torch.func.vmap` where that is possible and pays. So `loss_fn` must look its weights up in `module`
-    when it is called, and examples must not mix: BatchNorm in training mode is refused.
+    all at once by `torch.func.vmap` where that is possible and faster. So `loss_fn` must look its weights up in
+    `module` when it is called, and examples must not mix: BatchNorm in training mode is refused.
 
     Args:
         params: Parameters, named parameters, or groups of them. A group may override `lr`, `prior_precision`, `betas`
-            and `damping`, and say `sample=False` (no noise; its posterior is a point).
+            and `damping`. With `sample=False` it gets no noise, and its posterior is a point.
         lr: Learning rate alpha. The step is m / (s + delta + gamma), and m is 1 / (1 - beta1) gradients long: rates
             are about `damping` times those of SGD.
         module: The model.
-        num_data: Number of training examples, the N of the loss's sum. With the mean loss of each batch it sets
-            how certain the posterior is.
+        num_data: Number of training examples N: a larger N makes the posterior more certain.
         prior_precision: Precision of the Gaussian prior on the weights (N delta in the paper). It also acts as weight
             decay of strength prior_precision / N on all parameters.
-        betas: Decay of the momentum, and the weight of `statistics`.
+        betas: Decay of the momentum, and the beta2 of `statistics`.
         damping: Added to the curvature (gamma), in the step and in the posterior's precision.
         augmentation_factor: How many times augmentation enlarges the data set: N is num_data * augmentation_factor.
-        splits: Into how many parts each minibatch is cut, each with a weight sample of its own (the paper uses 16).
-            Not gradient accumulation: it changes the method.
+        splits: Number of parts of each minibatch, each with its own weight sample (the paper uses 16). This is not
+            gradient accumulation: it changes the method.
         statistics: `"average"`: the curvature keeps a share beta2 of itself in each step. `"latest"`: it keeps a
             share 1 - beta2.
-        nonfinite: `"raise"` stops at a loss or gradient that is not finite, `"skip"` leaves the step out and counts
-            it in `skipped_steps`.
+        nonfinite: `"raise"` stops at a loss or gradient that is not finite, `"skip"` skips the step and counts it in
+            `skipped_steps`.
         max_grad_norm: Clips the norm of g_hat, the averaged gradient (line 5), before the prior is added. The squared
             gradients are not clipped.
-        vectorise: True: vmap over the examples, or an error. False: a loop, with the same numbers. None: whichever is
-            faster, and a loop, with one warning that says why, where vmap fails.
+        vectorise: True: vmap over the examples, or an error. False: a loop, with the same numbers. None: the faster of
+            the two; if vmap fails, a loop, with one warning that says why.
         process_group: Ranks as further splits, see the page on distributed training.
         seed: Seed of the noise.
 
@@ -160,7 +160,7 @@ class VOGN(GaussianOptimizer):
             "statistics": statistics,
             "nonfinite": nonfinite,
             "max_grad_norm": max_grad_norm,
-            "batch_norm": "none",  # its statistics never move: see _check_batch
+            "batch_norm": "none",  # running statistics never move: see _check_batch
             "seed": seed,
         }
         super().__init__(params, defaults, module=module, process_group=process_group, vectorise=vectorise)
@@ -182,8 +182,8 @@ class VOGN(GaussianOptimizer):
             )
         if isinstance(self.module, nn.parallel.DistributedDataParallel):
             raise ValueError(
-                "module= is a DistributedDataParallel, which averages gradients before they can be squared: hand VOGN "
-                "the bare module, and process_group= for it to average over the ranks itself."
+                "module= is a DistributedDataParallel, which averages gradients before they can be squared: give VOGN "
+                "the bare module, and process_group= so that it averages over the ranks itself."
             )
         super()._check_module()
 
@@ -193,14 +193,14 @@ class VOGN(GaussianOptimizer):
         if not tensors:
             raise ValueError(
                 "VOGN needs the examples of the minibatch, to differentiate each by itself: call step(loss_fn, x, y) "
-                "with its tensors and a loss_fn(x, y) that returns the mean loss of what it is given."
+                "with its tensors and a loss_fn(x, y) that returns the mean loss of its arguments."
             )
         assert self.module is not None
         for name, layer in self.module.named_modules():
             if isinstance(layer, AnyBatchNorm) and (layer.training or layer.running_mean is None):
                 raise ValueError(
-                    f"layer {name or 'module'} is a {type(layer).__name__} that uses the statistics of the minibatch, "
-                    "which mixes its examples: their gradients are not defined one by one. Put it into evaluation mode "
+                    f"layer {name or 'module'} is a {type(layer).__name__} that uses means over the minibatch. This "
+                    "mixes its examples: they have no gradients of their own. Put the layer into evaluation mode "
                     "(layer.eval()), or use GroupNorm or LayerNorm."
                 )
 
@@ -228,13 +228,13 @@ class VOGN(GaussianOptimizer):
         tally.add("gradient", g_hat)
         tally.add("square", h_hat)
 
-    def _update(self, slot: Slot, **statistics: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _update(self, slot: Slot, **averages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         mu, m, s = update(
             slot.mean.to(slot.dtype),
             slot.state["momentum"],
             slot.state["curvature"],
-            statistics["gradient"],
-            statistics["square"],
+            averages["gradient"],
+            averages["square"],
             started=self._started(slot),
             gamma=slot.group["damping"],
             **self._letters(slot.group),

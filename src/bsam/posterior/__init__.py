@@ -1,4 +1,4 @@
-"""Distributions over the weights of a model, behind one protocol."""
+"""Distributions over the weights of a model, with one protocol."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["DiagonalGaussian", "LowRankGaussian", "PointMass", "Posterior", "lap
 
 
 def load_posterior(path: str | os.PathLike[str]) -> Posterior:
-    """Read a posterior of any kind that `save` wrote, onto the CPU.
+    """Read a posterior of any kind from a file that `save` wrote, onto the CPU.
 
     Raises:
-        ValueError: not a posterior, a part of one, or one of a version or kind that this release does not know.
+        ValueError: The file is not a posterior, is incomplete, or has a version or kind that this release cannot read.
     """
     kinds: tuple[type[Posterior], ...] = (DiagonalGaussian, LowRankGaussian, PointMass)
     return read_posterior(path, kinds)

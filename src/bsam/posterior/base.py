@@ -1,7 +1,7 @@
-"""What all posteriors share: writing weights into a model and taking them out again, and one kind of file.
+"""The base class of all posteriors: writes samples into a model and restores it, and saves one kind of file.
 
-`Posterior` says what a distribution over the weights of a model offers, and has the bodies that do not depend on the
-distribution; a new kind subclasses it. Tensors are kept in dictionaries under the names of `named_parameters()` and
+`Posterior` is the protocol of a distribution over the weights of a model, with the methods that do not depend on the
+distribution. A new kind is a subclass. Tensors are in dictionaries under the names of `named_parameters()` and
 `named_buffers()`, without the prefixes that wrappers add (`bsam.modules.clean_names`).
 """
 
@@ -28,66 +28,66 @@ __all__ = ["Posterior", "read_posterior"]
 class Posterior(Protocol):
     """A distribution over the weights of a model.
 
-    All parameters of the model are in `mean`, frozen ones too; those that are not sampled have `std` 0. Once it is made
-    its tensors are not to be changed: make another of changed ones.
+    All parameters of the model are in `mean`, also frozen ones; parameters that are not sampled have `std` 0. Do not
+    change the tensors of a posterior: make a new posterior instead.
     """
 
     kind: ClassVar[str]
     """The name of the distribution in files."""
     mean: dict[str, Tensor]
-    """By name of the parameter; tied weights appear once."""
+    """Means by parameter name; tied weights appear once."""
     std: dict[str, Tensor]
     """Marginal standard deviations, 0 where nothing is sampled."""
     buffers: dict[str, Tensor]
-    """Buffers that belong to the weights, like BatchNorm's statistics. A model's other buffers stay as they are."""
+    """Buffers that belong to the weights, like BatchNorm's running statistics. A model's other buffers stay."""
 
     @abstractmethod
     def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draw all weights. Only `generator` provides randomness: its state decides the sample.
+        """Draw all weights. `generator` is the only source of randomness.
 
-        It may live on another device than the weights: numbers are drawn there and moved.
+        It may be on another device than the weights: numbers are drawn there and moved.
         """
 
     @abstractmethod
     def log_prob(self, sample: Mapping[str, Tensor]) -> Tensor:
-        """The log-density of `sample` over the elements with std > 0; -inf if another element is not at its mean."""
+        """Return the log-density of `sample` over elements with std > 0; -inf if another element is not at its mean."""
 
     @abstractmethod
     def entropy(self) -> Tensor:
-        """The differential entropy over the elements with std > 0; -inf if there is none."""
+        """Return the differential entropy over the elements with std > 0; -inf if there are none."""
 
     @abstractmethod
     def kl(self) -> Tensor:
-        """The divergence KL(posterior || prior) over the elements with std > 0; that of the others is infinite."""
+        """Return KL(posterior || prior) over the elements with std > 0; the KL of other elements is infinite."""
 
     @abstractmethod
     def temper(self, temperature: float) -> Self:
-        """The posterior with `temperature` times the variance."""
+        """Return the posterior with `temperature` times the variance."""
 
     @abstractmethod
     def _contents(self) -> tuple[dict[str, dict[str, Tensor]], Settings]:
-        """What `save` writes: groups of named tensors, and settings."""
+        """Return the contents of a file: groups of named tensors, and settings."""
 
     @classmethod
     @abstractmethod
     def _from_contents(cls, groups: dict[str, dict[str, Tensor]], settings: Settings) -> Self:
-        """The inverse of `_contents`. Files are not trusted: it checks as the constructor does."""
+        """Make a posterior from the contents of a file. Files are not trusted: check as the constructor does."""
 
     @functools.cached_property
     def sampled_names(self) -> list[str]:
-        """The parameters with any element that is sampled, sorted: `sample` draws them in this order.
+        """The parameters with any sampled element, sorted: `sample` draws them in this order.
 
-        The order of the dictionaries would not do, for a file does not keep it.
+        (A file does not keep the order of the dictionaries.)
         """
         return sorted(name for name, std in self.std.items() if bool((std > 0).any()))
 
     @property
     def num_parameters(self) -> int:
-        """How many weights the model has, sampled or not."""
+        """The number of weights of the model, sampled or not."""
         return sum(tensor.numel() for tensor in self.mean.values())
 
     def to(self, device: torch.device | str) -> Self:
-        """The posterior with all tensors on `device`; itself if they are there."""
+        """Return the posterior with all tensors on `device`; itself if they are there already."""
         groups, settings = self._contents()
         moved = {group: {name: t.to(device) for name, t in named.items()} for group, named in groups.items()}
         if all(moved[group][name] is t for group, named in groups.items() for name, t in named.items()):
@@ -95,22 +95,22 @@ class Posterior(Protocol):
         return self._from_contents(moved, settings)
 
     def sampled(self, model: nn.Module, generator: torch.Generator) -> contextlib.AbstractContextManager[None]:
-        """Put one sample, and the posterior's buffers, into `model` until the block ends.
+        """Write one sample, and the posterior's buffers, into `model` until the block ends.
 
-        Weights and buffers are written in place, and all of the model's come back however the block ends: what is
-        written to them inside is lost. Blocks nest: the outer sample returns when the inner block ends. The
-        optimizers of this package take no step inside.
+        Weights and buffers are written in place. All weights and buffers of the model are restored, also after an
+        exception: changes inside the block are lost. Blocks can be nested: the outer sample returns when the inner
+        block ends. The optimizers of this package refuse a step inside.
         """
         return _Sampled(self, model, generator)
 
     def write_mean(self, model: nn.Module) -> None:
-        """Put the mean, and the posterior's buffers, into `model` for good."""
+        """Write the mean, and the posterior's buffers, into `model` permanently."""
         self.check_fits(model)
         with deferred():
             _write(model, self.mean, self.buffers)
 
     def check_fits(self, model: nn.Module) -> None:
-        """Raise a ValueError unless `model` has the parameters of the posterior, and its buffers among others."""
+        """Raise a ValueError unless `model` has exactly the parameters, and at least the buffers, of the posterior."""
         parameters, buffers = named_parameters(model), named_buffers(model)
         wrong = {
             "the posterior lacks": [name for name in parameters if name not in self.mean],
@@ -126,18 +126,18 @@ class Posterior(Protocol):
         if any(wrong.values()):
             said = "; ".join(f"{what} {first_few(names)}" for what, names in wrong.items() if names)
             raise ValueError(
-                f"the posterior does not fit the model: {said}. Nothing was changed: give the model it was made for."
+                f"the posterior does not fit the model: {said}. Nothing was changed: use the model it was made for."
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything into one safetensors file; a file that is there is replaced in one go or stays."""
+        """Write everything into one safetensors file; a file at `path` is replaced completely or not at all."""
         groups, settings = self._contents()
         tensors = {f"{group}/{name}": tensor for group, named in groups.items() for name, tensor in named.items()}
         write_file(path, tensors, format=_FORMAT, kind=self.kind, settings=settings)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read what `save` wrote, onto the CPU. `bsam.load_posterior` reads every kind."""
+        """Read a file that `save` wrote, onto the CPU. `bsam.load_posterior` reads every kind."""
         return read_posterior(path, (cls,))
 
 
@@ -145,7 +145,7 @@ class Posterior(Protocol):
 
 
 def copied(what: str, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """Detached copies under clean names."""
+    """Return detached copies under clean names."""
     tensors = tensors or {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -154,7 +154,7 @@ def copied(what: str, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]
 
 
 def copied_mean(mean: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Detached copies of a mean, which must be finite."""
+    """Return detached copies of a mean, which must be finite."""
     result = copied("mean", mean)
     bad = [name for name, tensor in result.items() if not tensor.isfinite().all()]
     if bad:
@@ -182,8 +182,8 @@ def check_generator(generator: torch.Generator) -> None:
     """Accept nothing but a generator: a seed, or None, would hide where the randomness comes from."""
     if not isinstance(generator, torch.Generator):
         raise TypeError(
-            f"generator={generator!r} must be a torch.Generator: write torch.Generator().manual_seed(0) and hand the "
-            "same one to each draw."
+            f"generator={generator!r} must be a torch.Generator: write torch.Generator().manual_seed(0) and use the "
+            "same generator for each draw."
         )
 
 
@@ -194,7 +194,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def first_few(names: list[str]) -> str:
-    """The first three of a list of names."""
+    """Join the first three of a list of names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -202,7 +202,7 @@ def first_few(names: list[str]) -> str:
 
 
 _blocks: list[Mapping[int, Tensor]] = []
-"""For each block of `Posterior.sampled` that is open: its model's parameters by id."""
+"""The model's parameters by id, for each open block of `Posterior.sampled`."""
 
 
 class _Sampled(Restored):
@@ -218,7 +218,7 @@ class _Sampled(Restored):
             sample = self._posterior.sample(self._generator)
         self._stack.enter_context(preserved(self._model))
         block = {id(parameter): parameter for parameter in self._model.parameters()}
-        _blocks.append(block)  # lets optimizers see that the model does not hold its own weights
+        _blocks.append(block)  # tells optimizers that the model does not hold its own weights
         self._stack.callback(lambda: _blocks.__setitem__(slice(None), [b for b in _blocks if b is not block]))
         _write(self._model, sample, self._posterior.buffers)
 
@@ -227,17 +227,17 @@ class _Sampled(Restored):
 
 
 def holds_sample(parameters: Iterable[Tensor]) -> bool:
-    """Whether any of these is inside a block of `Posterior.sampled`."""
+    """Whether any of these parameters is in a model inside a block of `Posterior.sampled`."""
     return bool(_blocks) and any(id(parameter) in block for parameter in parameters for block in _blocks)
 
 
 @torch.no_grad()
 def _write(model: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-    # In place: optimizers, views and captured graphs hold on to the addresses.
+    # In place, because optimizers, views and captured graphs keep the addresses.
     for tensors, targets in ((parameters, named_parameters(model)), (buffers, named_buffers(model))):
         for name, tensor in tensors.items():
             targets[name].copy_(tensor)
-    torch.clear_autocast_cache()  # a surrounding autocast region would go on with the old weights
+    torch.clear_autocast_cache()  # a surrounding autocast region would keep using the old weights
 
 
 # ------------------------------------------------------------------ files
@@ -248,7 +248,7 @@ AnyPosterior = TypeVar("AnyPosterior", bound=Posterior)
 
 
 def read_posterior(path: str | os.PathLike[str], classes: Iterable[type[AnyPosterior]]) -> AnyPosterior:
-    """Read a posterior that is of one of `classes`."""
+    """Read a posterior of one of `classes`."""
     by_kind = {cls.kind: cls for cls in classes}
     kind, tensors, settings = read_file(path, format=_FORMAT, kinds=by_kind)
     groups: dict[str, dict[str, Tensor]] = {}

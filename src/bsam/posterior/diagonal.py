@@ -7,8 +7,8 @@ prior p(theta) = prod_j N(theta_j | 0, 1 / delta_j), where delta_j is `prior_pre
     entropy       =  sum_j  log sigma_j + 1/2 log(2 pi e)
     KL(q || p)    =  sum_j  1/2 (delta_j sigma_j^2 + delta_j mu_j^2 - 1 - log(delta_j sigma_j^2))
 
-The sums go over the elements with sigma_j > 0 and are taken in float64. The others are fixed: in the limit
-sigma_j -> 0 each would add an infinite amount that tells nothing about the rest.
+The sums are over the elements with sigma_j > 0, in float64. The other elements are fixed: in the limit sigma_j -> 0
+each would add an infinite constant.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = ["DiagonalGaussian"]
 
 
 class DiagonalGaussian(Posterior):
-    """Independent Gaussians, one a weight.
+    """Independent Gaussians, one per weight.
 
     Args:
-        mean: The weights by name, as `model.named_parameters()` gives them: all of them, frozen ones too. Copied.
-        std: Their standard deviations, under the same names; 0 where a weight is not sampled. Kept in float32, and
-            in float64 where the mean is.
-        buffers: The buffers that belong to the mean, as `model.named_buffers()` gives them.
-        prior_precision: Precision of the prior N(0, 1 / prior_precision): a number for all, or one by name. Only
-            `kl` needs it, and only of parameters that are sampled.
+        mean: All weights by name, as in `model.named_parameters()`, also frozen ones. They are copied.
+        std: Their standard deviations, under the same names; 0 where a weight is not sampled. Stored in float32, or
+            in float64 if the mean is float64.
+        buffers: The buffers that belong to the mean, as in `model.named_buffers()`.
+        prior_precision: Precision of the prior N(0, 1 / prior_precision): one number for all, or one number per name.
+            Only `kl` needs it, and only for sampled parameters.
 
     Examples:
         >>> model = nn.Linear(3, 2)
@@ -90,20 +90,20 @@ class DiagonalGaussian(Posterior):
         *,
         prior_precision: float | Mapping[Tensor, float] | None = None,
     ) -> Self:
-        """A Gaussian around the present weights of `model`, with its buffers.
+        """Make a Gaussian around the present weights of `model`, with its buffers.
 
         Args:
             model: The model.
-            std: The standard deviations of some of its parameters, by parameter. All others are fixed.
-            prior_precision: One number, or one by parameter.
+            std: The standard deviations of some of its parameters, by parameter. All other parameters are fixed.
+            prior_precision: One number, or one number per parameter.
         """
         parameters = named_parameters(model)
         known = set(parameters.values())
         for parameter in std:
             if parameter not in known:
                 raise ValueError(
-                    f"std has a parameter of shape {tuple(parameter.shape)} that the model has not: give the model "
-                    "whose parameters these are."
+                    f"std has a parameter of shape {tuple(parameter.shape)} that is not in the model: give the model "
+                    "that has these parameters."
                 )
         precision: float | dict[str, float] | None
         if isinstance(prior_precision, Mapping):
@@ -118,11 +118,11 @@ class DiagonalGaussian(Posterior):
         )
 
     def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draw all weights; those that are not sampled are copies of the mean.
+        """Draw all weights; weights that are not sampled are copies of the mean.
 
         Args:
-            generator: The only source of randomness. It may live on another device than the weights: numbers are
-                drawn there and moved.
+            generator: The only source of randomness. It may be on another device than the weights: numbers are drawn
+                there and moved.
         """
         check_generator(generator)
         names, theta = self.sampled_names, {}
@@ -132,14 +132,14 @@ class DiagonalGaussian(Posterior):
                 torch.randn(t.shape, generator=generator, device=generator.device, dtype=t.dtype).to(t.device)
                 for t in sigma
             ]
-            # All at once: on a GPU it takes longer to launch them one by one than to compute them.
+            # All tensors at once, because on a GPU single launches would take longer than the arithmetic.
             foreach_mul_(drawn, sigma)
             foreach_add_(drawn, [self.mean[name] for name in names])
             theta = dict(zip(names, drawn, strict=True))
         return {name: theta[name].to(mean.dtype) if name in theta else mean.clone() for name, mean in self.mean.items()}
 
     def log_prob(self, sample: Mapping[str, Tensor]) -> Tensor:
-        """The log-density of `sample`: of its sampled elements, and -inf if another is not at its mean."""
+        """Return the log-density of the sampled elements of `sample`; -inf if another element is not at its mean."""
         check_same_layout("a sample", sample, self.mean)
         total = torch.zeros((), dtype=torch.float64)
         for name, mean in self.mean.items():
@@ -152,7 +152,7 @@ class DiagonalGaussian(Posterior):
         return total
 
     def entropy(self) -> Tensor:
-        """The differential entropy of the sampled elements; -inf if there are none, as for a point."""
+        """Return the differential entropy of the sampled elements; -inf if there are none, as for a point."""
         if not self.sampled_names:
             return torch.tensor(-math.inf, dtype=torch.float64)
         total = torch.zeros((), dtype=torch.float64)
@@ -162,7 +162,7 @@ class DiagonalGaussian(Posterior):
         return total
 
     def kl(self) -> Tensor:
-        """The divergence of the sampled elements from the prior N(0, 1 / prior_precision)."""
+        """Return the KL divergence of the sampled elements from the prior N(0, 1 / prior_precision)."""
         check_prior(self.sampled_names, self.prior_precision)
         total = torch.zeros((), dtype=torch.float64)
         for name in self.sampled_names:
@@ -172,7 +172,7 @@ class DiagonalGaussian(Posterior):
         return total
 
     def temper(self, temperature: float) -> Self:
-        """The posterior with `temperature` times the variance; 0 leaves a point, below 1 is a cold posterior."""
+        """Return the posterior with `temperature` times the variance; 0 gives a point, below 1 a cold posterior."""
         check_temperature(temperature)
         return type(self)(
             self.mean,
@@ -182,7 +182,7 @@ class DiagonalGaussian(Posterior):
         )
 
     def _sampled_elements(self, name: str) -> tuple[Tensor, Tensor]:
-        """Mean and std of the elements with std > 0, in float64."""
+        """Return mean and std of the elements with std > 0, in float64."""
         std = self.std[name]
         return self.mean[name][std > 0].double(), std[std > 0].double()
 
@@ -209,14 +209,14 @@ class DiagonalGaussian(Posterior):
 
 
 def by_name(precision: float | Mapping[str, float] | None, names: Mapping[str, str]) -> dict[str, float]:
-    """The prior precisions by clean name; `names` leads there from the names of the mean."""
+    """Return the prior precisions by clean name; `names` maps the names of the mean to clean names."""
     if precision is None:
         return {}
     if not isinstance(precision, Mapping):
         precision = dict.fromkeys(names, precision)
     unknown = [name for name in precision if name not in names]
     if unknown:
-        raise ValueError(f"prior_precision has {first_few(unknown)}, which the mean has not.")
+        raise ValueError(f"prior_precision has {first_few(unknown)}, which is not in the mean.")
     for name, value in precision.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
             raise ValueError(f"prior_precision={value!r} of {name} must be a finite number >= 0.")
@@ -224,12 +224,12 @@ def by_name(precision: float | Mapping[str, float] | None, names: Mapping[str, s
 
 
 def check_prior(sampled_names: list[str], precision: Mapping[str, float]) -> None:
-    """Raise unless the divergence of the sampled parameters from their prior is finite."""
+    """Raise unless the KL divergence of the sampled parameters from their prior is finite."""
     if not sampled_names:
         raise ValueError("no weight is sampled: the KL divergence of a point from a prior is infinite.")
     flat = [name for name in sampled_names if not precision.get(name)]
     if flat:
         raise ValueError(
             f"the prior precision of {first_few(flat)} is 0 or not given, and the KL divergence from a flat prior "
-            "is infinite: make the posterior with prior_precision=25.0, say."
+            "is infinite: make the posterior with a positive prior_precision, for example 25.0."
         )

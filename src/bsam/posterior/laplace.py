@@ -1,4 +1,4 @@
-r"""Laplace's approximation: a Gaussian around trained weights, as wide as the loss is flat there.
+r"""Laplace's approximation: a Gaussian around trained weights, with the curvature of the loss as precision.
 
 MacKay (1992), "A Practical Bayesian Framework for Backpropagation Networks", Neural Computation 4; the diagonal form
 with a generalised Gauss-Newton matrix of Immer, Korzepa and Bauer (2021), "Improving predictions of Bayesian neural
@@ -13,7 +13,7 @@ weights, and the Hessian Lambda_i of -log p(y_i | f_i) in the outputs (`bsam.lik
 Both are sums over all examples. They agree for a model whose outputs are linear in its weights.
 
 A Hessian of K outputs is a sum of K squares, Lambda = sum_c r_c r_c^T, so that h is the sum over examples and c of the
-squared gradient of r_c . f: K gradients an example. The exact diagonal takes one gradient of the whole sum a weight.
+squared gradient of r_c . f: K gradients per example. The exact diagonal takes one gradient of the whole sum per weight.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from bsam.posterior.diagonal import DiagonalGaussian
 __all__ = ["laplace"]
 
 _MOST_FOR_HESSIAN = 100_000
-"""So many weights the exact diagonal is computed for: each takes a gradient."""
+"""Largest number of weights for which the exact diagonal is computed: each weight takes a gradient."""
 
 _HESSIAN_CHUNK = 64
 
@@ -53,23 +53,23 @@ def laplace(
     forward: Forward | None = None,
     vectorise: bool | None = None,
 ) -> DiagonalGaussian:
-    """Laplace's approximation at the present weights of a model.
+    """Make Laplace's approximation at the present weights of a model.
 
-    Weights, buffers, gradients and each layer's mode are as before when it returns; the model runs in evaluation mode.
-    Frozen parameters are points. `bsam.predict` averages over samples of the result, `bsam.predict_linearised` takes
-    the model as linear in its weights.
+    The model runs in evaluation mode. Afterwards weights, buffers, gradients and each layer's mode are unchanged.
+    Frozen parameters are points. `bsam.predict` averages over samples of the result, `bsam.predict_linearised`
+    linearises the model in its weights.
 
     Args:
         model: The model, trained with the mean loss of the likelihood and weight decay prior_precision / num_data.
-        likelihood: What its outputs mean, as for `bsam.predict`.
-        data: The training data, as for `bsam.predict`: the precision is a sum over all of it.
+        likelihood: The likelihood of its outputs, as for `bsam.predict`.
+        data: All training data, as for `bsam.predict`: the precision is a sum over the examples.
         prior_precision: Precision of the Gaussian prior on the weights.
         noise_std: Standard deviation of the targets around the true output, for `"gaussian"`.
-        curvature: `"ggn"` or `"hessian"`, see above. The latter needs labels, and is for small models.
-        batch_size: Into what batches tensors are cut.
-        forward: `forward(model, inputs)` runs the model where calling it is not enough.
+        curvature: `"ggn"` or `"hessian"`, see above. `"hessian"` needs labels and a small model.
+        batch_size: Largest batch when `data` is tensors, which are cut evenly.
+        forward: `forward(model, inputs)` runs the model, if `model(inputs)` is not the right call.
         vectorise: For `"ggn"`. True: vmap over the examples, or an error. False: a loop, with the same numbers. None:
-            whichever is faster, and a loop, with one warning that says why, where vmap fails.
+            the faster of the two; if vmap fails, a loop, with one warning that says why.
 
     Examples:
         >>> model = nn.Linear(3, 2)
@@ -115,7 +115,7 @@ def laplace(
 
 
 DiagonalOf = Callable[[Any, Any], Sequence[Tensor]]
-"""The diagonal of one batch, from its inputs and labels."""
+"""Computes the diagonal of one batch, from its inputs and labels."""
 
 
 def _ggn(
@@ -138,8 +138,8 @@ def _hessian(weights: Sequence[Tensor], net: nn.Module, likelihood: str, noise_s
     size = sum(p.numel() for p in weights)
     if size > _MOST_FOR_HESSIAN:
         raise ValueError(
-            f"curvature='hessian' takes a gradient for each of the {size:,} weights, and is computed for "
-            f"{_MOST_FOR_HESSIAN:,} at most: write curvature='ggn'."
+            f"curvature='hessian' takes a gradient for each of the {size:,} weights, and accepts at most "
+            f"{_MOST_FOR_HESSIAN:,}: write curvature='ggn'."
         )
 
     @torch.enable_grad()
@@ -156,7 +156,7 @@ def _hessian(weights: Sequence[Tensor], net: nn.Module, likelihood: str, noise_s
 
 
 def _second_derivatives(parameter: Tensor, gradient: Tensor | None) -> Tensor:
-    """The derivative of each element of the gradient in its own weight."""
+    """Return the derivative of each element of the gradient in its own weight."""
     result = torch.zeros_like(parameter, dtype=torch.float64)
     if gradient is None or not gradient.requires_grad:
         return result
@@ -164,7 +164,7 @@ def _second_derivatives(parameter: Tensor, gradient: Tensor | None) -> Tensor:
     diagonal = []
     for rows in torch.split(identity, _HESSIAN_CHUNK):
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="There is a performance drop")  # not in the user's hands
+            warnings.filterwarnings("ignore", message="There is a performance drop")  # the user cannot change this
             found: Sequence[Tensor | None] = torch.autograd.grad(
                 gradient,
                 parameter,
@@ -173,7 +173,7 @@ def _second_derivatives(parameter: Tensor, gradient: Tensor | None) -> Tensor:
                 allow_unused=True,
                 is_grads_batched=True,
             )
-        if found[0] is None:  # the gradient depends on other weights only
+        if found[0] is None:  # the gradient depends only on other weights
             return result
         diagonal.append((found[0].reshape(rows.shape) * rows).sum(dim=1))
     return result.copy_(torch.cat(diagonal).reshape(parameter.shape))
@@ -184,7 +184,7 @@ def _check_precision(precision: dict[str, Tensor], prior_precision: float) -> No
     worst = min(lowest, key=lambda name: (lowest[name] > 0, lowest[name]))
     if not (math.isfinite(lowest[worst]) and lowest[worst] > 0):
         raise ValueError(
-            f"the precision of {worst} is {lowest[worst]:.3g} somewhere, and must be > 0: the loss does not curve up "
-            f"there, the weights are not at a minimum. Raise prior_precision above "
+            f"the precision of {worst} is {lowest[worst]:.3g} somewhere, and must be > 0. The loss has no positive "
+            f"curvature there, so the weights are not at a minimum. Raise prior_precision above "
             f"{prior_precision - lowest[worst]:.3g}, train on, or write curvature='ggn', which is never negative."
         )

@@ -1,6 +1,6 @@
-"""A posterior that is certain: all its mass at one point.
+"""A posterior with all its mass at one point.
 
-What SGD, Adam and SAM give. It lets `bsam.predict`, files and reports treat them as they treat a posterior.
+It is the result of SGD, Adam and SAM, so that `bsam.predict`, files and reports can use them like other posteriors.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["PointMass"]
 
 
 class PointMass(Posterior):
-    """All mass at `mean`.
+    """A distribution with all mass at `mean`.
 
     Args:
-        mean: The weights by name, as `model.named_parameters()` gives them. They are copied.
-        buffers: The buffers that belong to them, as `model.named_buffers()` gives them.
+        mean: The weights by name, as in `model.named_parameters()`. They are copied.
+        buffers: The buffers that belong to them, as in `model.named_buffers()`.
 
     Examples:
         >>> model = nn.Linear(3, 2)
@@ -43,38 +43,36 @@ class PointMass(Posterior):
 
     def __init__(self, mean: Mapping[str, Tensor], *, buffers: Mapping[str, Tensor] | None = None) -> None:
         self.mean = copied_mean(mean)
-        # Views of one number, for a point should not cost the memory of two.
+        # Views of one number, to save the memory of a second set of weights.
         self.std = {name: torch.zeros((), device=m.device).expand(m.shape) for name, m in self.mean.items()}
         self.buffers = copied("buffers", buffers)
 
     @classmethod
     def from_model(cls, model: nn.Module) -> Self:
-        """The present weights and buffers of `model`."""
+        """Make a point from the present weights and buffers of `model`."""
         return cls(named_parameters(model), buffers=named_buffers(model))
 
     def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """A copy of the mean; `generator` is not used."""
+        """Return a copy of the mean; `generator` is not used."""
         check_generator(generator)
         return {name: mean.clone() for name, mean in self.mean.items()}
 
     def log_prob(self, sample: Mapping[str, Tensor]) -> Tensor:
-        """0 at the mean, -inf elsewhere."""
+        """Return 0 at the mean, -inf elsewhere."""
         check_same_layout("a sample", sample, self.mean)
         equal = all(bool((sample[name].to(mean.device) == mean).all()) for name, mean in self.mean.items())
         return torch.tensor(0.0 if equal else -math.inf, dtype=torch.float64)
 
     def entropy(self) -> Tensor:
-        """Minus infinity: the limit of a density that gets ever narrower."""
+        """Return minus infinity: the limit of narrower and narrower densities."""
         return torch.tensor(-math.inf, dtype=torch.float64)
 
     def kl(self) -> Tensor:
-        """Raises: the divergence of a point from any density is infinite."""
-        raise ValueError(
-            "the KL divergence of a PointMass from a prior is infinite: it needs a posterior with a width."
-        )
+        """Raise: the KL divergence of a point from any density is infinite."""
+        raise ValueError("the KL divergence of a PointMass from a prior is infinite: use a posterior with a variance.")
 
     def temper(self, temperature: float) -> Self:
-        """Itself: a multiple of variance 0 is 0."""
+        """Return itself: a multiple of variance 0 is 0."""
         check_temperature(temperature)
         return self
 

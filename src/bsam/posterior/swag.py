@@ -13,17 +13,17 @@ densities need matrices of K x K only:
     (theta - mu)^T Sigma^-1 (theta - mu)      =  min_z |r - W z|^2 + |z|^2
     KL(q || N(0, 1 / delta))  =  1/2 (sum_j delta_j (Sigma_jj + mu_j^2) - 1 - log delta_j) - 1/2 log det Sigma
 
-The sums go over the elements with v_j > 0 and are taken in float64; the others are fixed.
+The sums are over the elements with v_j > 0, in float64; the other elements are fixed.
 
-Where a variance is tiny beside its deviations (SWAG's smallest is 1e-30), W^T W has entries of 1e30 and more, and the
-identity in C is lost to rounding. So the largest rows w_j of W are taken into C one at a time, as a Kalman filter does.
+If a variance is tiny compared to its deviations (SWAG's smallest is 1e-30), W^T W has entries of 1e30 and more, and the
+identity in C is lost to rounding. So the largest rows w_j of W are added to C one at a time, as in a Kalman filter.
 With C^-1 = L L^T and the minimiser z before, f = L^T w_j and e = r_j - <w_j, z>,
 
     log det C  <-  log det C + log(1 + |f|^2)              z  <-  z + L f e / (1 + |f|^2)
     minimum    <-  minimum + e^2 / (1 + |f|^2)             L  <-  L H diag(1, .. 1 / sqrt(1 + |f|^2), .. 1)
 
-where the reflection H maps f to the k-th axis, another one for each row: a column of L that has become small stays so.
-At most K rows are so large beside L. The others are taken in together.
+where the reflection H maps f to the k-th axis, another axis for each row, so that a small column of L stays small. At
+most K rows are large relative to L. The other rows are added together.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ from bsam.posterior.diagonal import by_name, check_prior
 __all__ = ["LowRankGaussian"]
 
 _LARGEST_SHARED_ROW = 1e4
-"""Squared norm of the rows that are added together: the sum keeps twelve digits of the identity."""
+"""Largest squared norm of the rows that are added together: the sum keeps twelve digits of the identity."""
 
 
 class LowRankGaussian(Posterior):
     """A Gaussian with a diagonal plus low-rank covariance.
 
     Args:
-        mean: The weights by name, as `model.named_parameters()` gives them: all of them, frozen ones too. Copied.
-        variance: v, of the parameters that are sampled, under the same names; 0 where an element is fixed.
+        mean: All weights by name, as in `model.named_parameters()`, also frozen ones. They are copied.
+        variance: v of the sampled parameters, under the same names; 0 where an element is fixed.
         deviations: The columns of D, stacked along dimension 0: (K, *shape), for the same parameters, K >= 2.
         scale: Multiplies the covariance.
-        buffers: The buffers that belong to the mean, as `model.named_buffers()` gives them.
-        prior_precision: Precision of the prior N(0, 1 / prior_precision): a number for all, or one by name. Only
-            `kl` needs it.
+        buffers: The buffers that belong to the mean, as in `model.named_buffers()`.
+        prior_precision: Precision of the prior N(0, 1 / prior_precision): one number for all, or one number per name.
+            Only `kl` needs it.
 
     Examples:
         >>> mean = {"w": torch.zeros(3)}
@@ -93,7 +93,7 @@ class LowRankGaussian(Posterior):
         self.prior_precision = by_name(prior_precision, names)
         unknown = [name for name in variance if name not in names]
         if unknown:
-            raise ValueError(f"variance has {first_few(unknown)}, which the mean has not.")
+            raise ValueError(f"variance has {first_few(unknown)}, which is not in the mean.")
         self.variance = {names[name]: v.detach().clone() for name, v in variance.items()}
         check_same_layout("variance", self.variance, {name: self.mean[name] for name in self.variance})
         self.deviations = {names.get(name, name): d.detach().clone() for name, d in deviations.items()}
@@ -114,12 +114,12 @@ class LowRankGaussian(Posterior):
         counts = {len(d) for d in self.deviations.values()}
         if len(counts) > 1 or min(counts, default=2) < 2:
             raise ValueError(
-                f"deviations has {sorted(counts)} columns: the same number for each parameter, 2 or more, is needed, "
-                "for their covariance is D D^T / (K - 1)."
+                f"deviations has {sorted(counts)} columns: it must have the same number K >= 2 for each parameter, "
+                "because their covariance is D D^T / (K - 1)."
             )
 
     def _convert(self, name: str) -> None:
-        """Give variance and deviations of a parameter their type, and raise if they make no sense."""
+        """Convert variance and deviations of a parameter to their type, and raise if they are not valid."""
         mu, v, d = self.mean[name], self.variance[name], self.deviations[name]
         if not mu.is_floating_point():
             raise TypeError(f"{name} is {mu.dtype}: only floating point weights can have a variance.")
@@ -138,11 +138,11 @@ class LowRankGaussian(Posterior):
         return (self.scale / 2 * (self.variance[name] + low_rank)).sqrt()
 
     def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draw all weights; those that are not sampled are copies of the mean.
+        """Draw all weights; weights that are not sampled are copies of the mean.
 
         Args:
-            generator: The only source of randomness. It may live on another device than the weights: numbers are
-                drawn there and moved.
+            generator: The only source of randomness. It may be on another device than the weights: numbers are drawn
+                there and moved.
         """
         check_generator(generator)
         z_2 = torch.randn(self.rank, generator=generator, device=generator.device, dtype=torch.float64)
@@ -157,7 +157,7 @@ class LowRankGaussian(Posterior):
         return (mu.to(v.dtype) + offset).to(mu.dtype)
 
     def log_prob(self, sample: Mapping[str, Tensor]) -> Tensor:
-        """The log-density of `sample`: of its sampled elements, and -inf if another is not at its mean."""
+        """Return the log-density of the sampled elements of `sample`; -inf if another element is not at its mean."""
         check_same_layout("a sample", sample, self.mean)
         residuals = {}
         for name, mu in self.mean.items():
@@ -170,13 +170,13 @@ class LowRankGaussian(Posterior):
         return -0.5 * (quadratic + log_det + self._num_sampled * math.log(2 * math.pi))
 
     def entropy(self) -> Tensor:
-        """The differential entropy of the sampled elements; -inf if there are none, as for a point."""
+        """Return the differential entropy of the sampled elements; -inf if there are none, as for a point."""
         if not self.sampled_names:
             return torch.tensor(-math.inf, dtype=torch.float64)
         return 0.5 * (self._forms()[0] + self._num_sampled * math.log(2 * math.pi * math.e))
 
     def kl(self) -> Tensor:
-        """The divergence of the sampled elements from the prior N(0, 1 / prior_precision)."""
+        """Return the KL divergence of the sampled elements from the prior N(0, 1 / prior_precision)."""
         check_prior(self.sampled_names, self.prior_precision)
         total = -self._forms()[0]
         for name in self.sampled_names:
@@ -186,7 +186,7 @@ class LowRankGaussian(Posterior):
         return 0.5 * total
 
     def temper(self, temperature: float) -> Self:
-        """The posterior with `temperature` times the variance; 0 leaves a point, below 1 is a cold posterior."""
+        """Return the posterior with `temperature` times the variance; 0 gives a point, below 1 a cold posterior."""
         check_temperature(temperature)
         groups, settings = self._contents()
         return self._from_contents(groups, {**settings, "scale": self.scale * temperature})
@@ -196,7 +196,7 @@ class LowRankGaussian(Posterior):
         return sum(int((self.std[name] > 0).sum()) for name in self.sampled_names)
 
     def _forms(self, residuals: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """log det Sigma, and (theta - mu)^T Sigma^-1 (theta - mu) of the given theta - mu."""
+        """Return log det Sigma, and (theta - mu)^T Sigma^-1 (theta - mu) for the residuals theta - mu."""
         log_det, quadratic = torch.zeros(2, dtype=torch.float64)
         rows, scaled = {}, {}
         for name in self.sampled_names:
@@ -216,7 +216,7 @@ class LowRankGaussian(Posterior):
                 break
             w = rows[name][j].cpu()
             f, e = root.T @ w, scaled[name][j].cpu() - w @ z
-            rows[name][j], scaled[name][j] = 0, 0  # taken
+            rows[name][j], scaled[name][j] = 0, 0  # this row is done
             log_det += math.log1p(norm)
             quadratic += e.square() / (1 + norm)
             z = z + root @ f * (e / (1 + norm))

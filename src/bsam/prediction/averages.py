@@ -1,4 +1,4 @@
-"""Averages over samples of the weights, taken in as the samples come: probabilities in log space, or moments."""
+"""Running averages over samples of the weights: probabilities in log space, or moments."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from bsam.prediction.results import entropy
 __all__ = ["LOG_PROBS", "Average", "ClassAverage", "average_for", "one_output", "targets_like"]
 
 _LOG_ZERO = torch.tensor(-math.inf, device="cpu")
-"""The logarithm of an empty sum; a tensor without dimensions, it goes with any type."""
+"""The logarithm of an empty sum: a tensor without dimensions, so that it combines with any type."""
 
 
 class Average(Protocol):
-    """An average over samples, made for one batch and its labels."""
+    """An average over samples, for one batch and its labels."""
 
     def add(self, outputs: Tensor) -> None:
-        """Take in the outputs of some samples, (samples, n, ...)."""
+        """Add the outputs of some samples, (samples, n, ...)."""
 
     def columns(self) -> dict[str, Tensor | None]:
-        """The fields of the result that have one row an example."""
+        """Return the fields of the result that have one row per example."""
 
 
 class ClassAverage:
-    """The mean of probabilities over the samples of one batch, in log space, one chunk of samples after another."""
+    """The mean of probabilities over samples, for one batch, in log space, chunk by chunk."""
 
     def __init__(self, log_probs: Callable[[Tensor], Tensor], labels: Any) -> None:
         self._log_probs = log_probs
@@ -41,9 +41,9 @@ class ClassAverage:
         self._total = 0.0  # of the weights
 
     def add(self, outputs: Tensor, weights: Tensor | None = None) -> None:
-        """Take in the outputs of some samples, (samples, n, ...).
+        """Add the outputs of some samples, (samples, n, ...).
 
-        Each sample counts 1, or its weight, (samples, n), where the weights sum to 1 for each example.
+        Each sample has weight 1, or `weights` (samples, n), which sum to 1 for each example.
         """
         log_p = self._log_probs(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
         entropies = entropy(log_p)
@@ -54,7 +54,7 @@ class ClassAverage:
         self._total += len(outputs) if weights is None else 1
 
     def columns(self) -> dict[str, Tensor | None]:
-        """The columns of `Predictions`."""
+        """Return the columns of `Predictions`."""
         log_probs = self._log_sum - math.log(self._total)
         information = entropy(log_probs) - self._entropy_sum / self._total
         labels = None if self._labels is None else _class_labels(self._labels, len(log_probs))
@@ -63,13 +63,13 @@ class ClassAverage:
 
 
 def _categorical(outputs: Tensor) -> Tensor:
-    """(samples, n, K) logits to log-probabilities."""
+    """Map logits (samples, n, K) to log-probabilities."""
     check_outputs("categorical", tuple(outputs.shape[1:]))
     return outputs.log_softmax(dim=-1)
 
 
 def _bernoulli(outputs: Tensor) -> Tensor:
-    """(samples, n) logits of class 1 to log-probabilities of both classes."""
+    """Map logits (samples, n) of class 1 to log-probabilities of both classes."""
     check_outputs("bernoulli", tuple(outputs.shape[1:]))
     logit = one_output(outputs)
     return torch.stack([F.logsigmoid(-logit), F.logsigmoid(logit)], dim=-1)
@@ -83,9 +83,9 @@ def _class_labels(labels: Any, n: int) -> Tensor:
     flat = given.squeeze(1) if given.shape == (n, 1) else given
     if flat.shape != (n,):
         raise ValueError(
-            f"labels of shape {tuple(given.shape)} came with outputs for {n} examples: one class number an example, "
-            f"({n},), is needed. Write one_hot.argmax(dim=1) if each row has a single 1. If rows may have several "
-            '(multi-label), take one question at a time with likelihood="bernoulli", '
+            f"labels of shape {tuple(given.shape)} came with outputs for {n} examples: labels must have shape ({n},), "
+            "one class number per example. Write one_hot.argmax(dim=1) if each row has a single 1. If rows may have "
+            'several (multi-label), predict one label at a time with likelihood="bernoulli", '
             "forward=lambda model, inputs: model(inputs)[:, 0] and labels[:, 0]."
         )
     whole = flat.long()
@@ -95,7 +95,7 @@ def _class_labels(labels: Any, n: int) -> Tensor:
 
 
 class GaussianAverage:
-    """Mean and variance of the outputs over the samples of one batch, and the density of the targets."""
+    """Mean and variance of the outputs over samples, for one batch, and the density of the targets."""
 
     def __init__(self, noise_std: float, targets: Any) -> None:
         self._noise_std = noise_std
@@ -110,7 +110,7 @@ class GaussianAverage:
         f = one_output(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
         count, total = len(f), self._count + len(f)
         mean, squares = f.mean(dim=0), f.var(dim=0, correction=0) * count
-        shift = mean - self._mean  # Chan et al. (1983): two sets of samples into one
+        shift = mean - self._mean  # Chan et al. (1983): merge two sets of samples
         self._mean = self._mean + shift * (count / total)
         self._squares = self._squares + squares + shift.square() * (self._count * count / total)
         self._count = total
@@ -131,12 +131,12 @@ class GaussianAverage:
 
 
 def one_output(outputs: Tensor) -> Tensor:
-    """(samples, n, 1) as (samples, n)."""
+    """Reshape (samples, n, 1) to (samples, n)."""
     return outputs.squeeze(2) if outputs.ndim == 3 and outputs.shape[2] == 1 else outputs
 
 
 def targets_like(targets: Tensor, f: Tensor) -> Tensor:
-    """The targets in the type of the outputs (n,) or (n, D), whose shape they must have."""
+    """Return the targets in the type of the outputs (n,) or (n, D); raise unless the shapes are equal."""
     y = targets.to(f.device, f.dtype)
     y = y.squeeze(1) if y.ndim == 2 and y.shape[1] == 1 else y
     if y.shape != f.shape:
@@ -145,7 +145,7 @@ def targets_like(targets: Tensor, f: Tensor) -> Tensor:
 
 
 def average_for(likelihood: str, noise_std: float | None) -> Callable[[Any], Average]:
-    """The class of the averages, but for the labels of a batch."""
+    """Return a function that makes an empty average, given the labels of a batch."""
     check_likelihood(likelihood, noise_std)
     if likelihood == "gaussian":
         assert noise_std is not None

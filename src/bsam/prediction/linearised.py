@@ -1,7 +1,7 @@
-r"""Predictions of a model that is taken as linear in its weights, averaged over a Gaussian.
+r"""Predictions of a model that is linearised in its weights, averaged over a Gaussian.
 
 Immer, Korzepa and Bauer (2021), "Improving predictions of Bayesian neural nets via local linearization", AISTATS,
-section 3. With f(x) and the Jacobian J at the mean, outputs are Gaussian where the weights are,
+section 3. With f(x) and the Jacobian J at the mean, Gaussian weights give Gaussian outputs,
 
     f  ~  N(f(x), J Sigma J^T)
 
@@ -9,7 +9,7 @@ and p(y | x) is the average of p(y | f):
 
 - `"gaussian"`: N(f(x), J Sigma J^T + noise_std^2 I), in closed form;
 - `"bernoulli"`: an integral over one number, by the trapezoidal rule;
-- `"categorical"`: the mean of softmax(f) over samples of f, the same standard normal numbers for every example.
+- `"categorical"`: the mean of softmax(f) over samples of f, from the same standard normal numbers for every example.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from bsam.prediction.results import GaussianPredictions, Predictions
 __all__ = ["predict_linearised"]
 
 _SAMPLES_AT_A_TIME = 100
-_RANGE = 12.0  # of the integral over a logit, in standard deviations
-_NUM_NODES = 769  # of this integral
+_RANGE = 12.0  # half the range of the integral over a logit, in standard deviations
+_NUM_NODES = 769  # the number of nodes of this integral
 
 
 @overload
@@ -81,22 +81,21 @@ def predict_linearised(
 ) -> Predictions | GaussianPredictions:
     """Predict with the model linearised in its weights around the mean of a posterior.
 
-    For a Laplace approximation it is usually better than samples of the weights, at which the network itself was never
-    looked at; it works for any `DiagonalGaussian`. It takes K gradients an example, for K outputs. The model is as
-    before when it returns.
+    For a Laplace approximation this is usually better than samples of the weights. It works for any `DiagonalGaussian`,
+    and takes K gradients per example for K outputs. The model is unchanged afterwards.
 
     Args:
-        model: The model; it need not hold the weights of the posterior. Its device is where predictions are made.
+        model: The model. It need not hold the weights of the posterior. Predictions are made on its device.
         posterior: The distribution of its weights.
         data: As for `bsam.predict`.
         likelihood: As for `bsam.predict`.
         noise_std: Standard deviation of the targets around the true output, for `"gaussian"`.
-        num_samples: How many samples of the outputs are averaged, for `"categorical"`.
-        seed: Their seed.
-        batch_size: The most examples of a batch where tensors are cut, which is done evenly.
-        forward: `forward(model, inputs)` runs the model where calling it is not enough.
-        vectorise: True: vmap over the examples, or an error. False: a loop, with the same numbers. None: whichever is
-            faster, and a loop, with one warning that says why, where vmap fails.
+        num_samples: Number of samples of the outputs, for `"categorical"`.
+        seed: Seed of these samples.
+        batch_size: Largest batch when `data` is tensors, which are cut evenly.
+        forward: `forward(model, inputs)` runs the model, if `model(inputs)` is not the right call.
+        vectorise: True: vmap over the examples, or an error. False: a loop, with the same numbers. None: the faster of
+            the two; if vmap fails, a loop, with one warning that says why.
 
     Returns:
         `Predictions`, or `GaussianPredictions` for `likelihood="gaussian"`.
@@ -134,7 +133,7 @@ def predict_linearised(
 
 
 class _Outputs:
-    """Mean and covariance of the outputs of a batch."""
+    """Computes mean and covariance of the outputs of a batch."""
 
     def __init__(self, net: OutputModel, model: nn.Module, posterior: DiagonalGaussian, vectorise: bool | None) -> None:
         parameters = named_parameters(model)
@@ -189,16 +188,16 @@ def _integrated(f: Tensor, variance: Tensor, labels: Any) -> dict[str, Tensor | 
 
 
 def _nodes(f: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Logits (nodes, n) and weights (nodes, n) of a trapezoidal rule for N(f, std^2), for any std >= 0.
+    r"""Return logits (nodes, n) and weights (nodes, n) of a trapezoidal rule for N(f, std^2), for any std >= 0.
 
-    The sigmoid bends over a few logits around 0, which is a step for a rule in standard deviations where std is large.
-    So the rule is one in u, where x is the logit in standard deviations,
+    The sigmoid changes within a few logits around 0. If std is large, a rule in standard deviations would see a jump
+    there. So the rule is in u, where x is the logit in standard deviations,
 
         x = asinh(sinh(u) / std),      dx/du = cosh(u) / sqrt(std^2 + sinh(u)^2).
 
-    Neighbouring nodes are du / std apart near 0 and du apart far from it. The integrand is smooth in u, with
-    singularities no nearer to the line than pi/2, so that only rounding errors are left, up to std = 1e12. Where
-    std <= 1, and where all of the Gaussian is far from 0, u is x - f / std.
+    Neighbouring nodes are du / std apart near 0 and du apart far from 0. The integrand is smooth in u, and its
+    singularities are at least pi/2 from the real line, so that only rounding errors remain, up to std = 1e12. If
+    std <= 1, or if all of the Gaussian is far from 0, u is x - f / std.
     """
     bends = (std > 1) & (f.abs() < 30 * std)
     scale = torch.where(bends, std, 1.0)
@@ -213,7 +212,7 @@ def _nodes(f: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sampled(f: Tensor, covariance: Tensor, labels: Any, num_samples: int, seed: int) -> dict[str, Tensor | None]:
-    values, vectors = torch.linalg.eigh(covariance)  # a Cholesky factor needs more than a semi-definite matrix
+    values, vectors = torch.linalg.eigh(covariance)  # a semi-definite matrix may have no Cholesky factor
     root = (vectors * values.clamp(min=0).sqrt()[:, None, :]) @ vectors.mT
     generator = torch.Generator().manual_seed(seed)
     average = ClassAverage(LOG_PROBS["categorical"], labels)

@@ -1,4 +1,4 @@
-"""Running a model on a batch at each sample of its weights: in one vmapped pass, or in a loop."""
+"""Runs a model on a batch at each sample of its weights: in one vmapped pass, or in a loop."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from bsam.torch_private import foreach_copy_, own_buffers
 
 __all__ = ["Passes"]
 
-_ON_CPU = 256 * 2**20
-"""Bytes that a chunk of samples may take on the CPU, unless `chunk` says otherwise."""
-_OUTPUTS_AT_ONCE = 4
-"""How many outputs as large as the largest layer's a pass is taken to hold."""
-_MOST = 64
-"""Samples of a compiled chunk, which serves all multiples; with 128 a sample of ResNet-20 took 2% less time."""
-_SHORT = (torch.bfloat16, torch.float16)
+_CPU_BYTES = 256 * 2**20
+"""Largest memory of a chunk of samples on the CPU, unless `chunk` is given."""
+_NUM_LARGE_OUTPUTS = 4
+"""Estimated number of outputs, each as large as the largest layer's, that a pass holds at once."""
+_LARGEST_COMPILED_CHUNK = 64
+"""Largest number of samples of a compiled chunk; with 128 a sample of ResNet-20 took only 2% less time."""
+_SHORT_TYPES = (torch.bfloat16, torch.float16)
 
 
 class Passes:
     """Runs a model on batches at each sample of its weights.
 
-    The model holds the posterior's mean or, after a loop, some sample: only weights that are sampled are written or
-    handed in. The arguments are those of `predict`, and `room`: how many bytes the weights and outputs of one chunk may
-    take, by default what the device has.
+    The model holds the posterior's mean or, after a loop, some sample: only sampled weights are written or passed. The
+    arguments are those of `predict`, and `room`: the number of bytes for weights and outputs of one chunk, by default
+    chosen from the device's free memory.
     """
 
     def __init__(
@@ -60,21 +60,21 @@ class Passes:
         self._posterior, self._num_samples, self._seed, self._device = posterior, num_samples, seed, device
         sampled = set(posterior.sampled_names) if num_samples else set()
         self._parameters = {name: p for name, p in named_parameters(model).items() if name in sampled}
-        self._tensors: dict[str, Tensor] = dict(self._parameters)  # what a sample is written to
+        self._tensors: dict[str, Tensor] = dict(self._parameters)  # the targets that a sample is written to
         names = clean_names(name for name, _ in model.named_parameters())
         self._keys = {short: f"model.{name}" for name, short in names.items()}
 
         self._weight_bytes = sum(p.numel() * p.element_size() for p in self._parameters.values())
-        self._chunk = chunk or max(1, min(num_samples, _ON_CPU // max(1, self._weight_bytes)))  # held by a loop
+        self._chunk = chunk or max(1, min(num_samples, _CPU_BYTES // max(1, self._weight_bytes)))  # held by a loop
         self._fits = chunk is not None
-        self._statistics: dict[str, list[Tensor]] = {}  # BatchNorm's, one a sample, where they are estimated anew
+        self._running_statistics: dict[str, list[Tensor]] = {}  # BatchNorm's, one per sample, if recalibrated
         if recalibrate is not None:
             self._recalibrate(recalibrate)
-        self._keep = self._chunk >= num_samples
-        self._kept: list[dict[str, Tensor]] | None = None
+        self._holds_all_samples = self._chunk >= num_samples
+        self._held_samples: list[dict[str, Tensor]] | None = None
 
         if compile and vectorise is False:
-            raise ValueError("compile=True compiles the vmapped pass: leave vectorise=False out.")
+            raise ValueError("compile=True compiles the vmapped pass, so leave vectorise=False out.")
         self._executor = Executor(
             vectorise, "predictions are computed in a loop over the samples", model, errors=Exception
         )
@@ -84,7 +84,7 @@ class Passes:
 
     @property
     def computed_by(self) -> str:
-        """How the samples are run: "mean", "vmap" or "loop", and why."""
+        """How the samples are computed: "mean", "vmap" or "loop", with the reason if vmap failed."""
         if not self._parameters:
             return "mean"
         if self._executor.tries_vmap(self._pays):
@@ -92,7 +92,7 @@ class Passes:
         return "loop" if self._executor.failure is None else f"loop, because {self._executor.failure}"
 
     def average(self, inputs: Any, start: Callable[[], Average]) -> dict[str, Tensor | None]:
-        """The columns of one batch, averaged over all samples; `start` makes an empty average."""
+        """Return the columns of one batch, averaged over all samples; `start` makes an empty average."""
         if not self._parameters:
             return _columns(start(), [self._model(inputs)[None]])
 
@@ -115,13 +115,13 @@ class Passes:
             try:
                 return _columns(start(), (run(stack, inputs) for stack in self._stacks()))
             except torch.OutOfMemoryError:
-                if self._chunk == 1 and not self._keep:
+                if self._chunk == 1 and not self._holds_all_samples:
                     raise
-                self._chunk, self._kept, self._keep = max(1, self._chunk // 2), None, False
-            torch.cuda.empty_cache()  # here: the exception held what was computed
+                self._chunk, self._held_samples, self._holds_all_samples = max(1, self._chunk // 2), None, False
+            torch.cuda.empty_cache()  # outside the handler, because the exception keeps the computed tensors alive
 
     def _fit(self, inputs: Any) -> None:
-        """Choose a chunk that fits into memory, from the outputs of all layers in a plain pass, and what to keep."""
+        """Choose a chunk that fits into memory, by the size of the layers' outputs, and whether to hold all samples."""
         largest = 0
 
         def look(layer: nn.Module, arguments: Any, output: Any) -> None:
@@ -136,21 +136,22 @@ class Passes:
             for hook in hooks:
                 hook.remove()
         room = _room(self._device) if self._room is None else self._room
-        most = room // max(1, self._weight_bytes + _OUTPUTS_AT_ONCE * largest)
-        most = min(most, _MOST) if self._compile else most
-        self._chunk, self._fits = _share(self._num_samples, max(1, most)), True
-        self._keep = self._chunk == self._num_samples or self._num_samples * self._weight_bytes <= room // 2
+        most = room // max(1, self._weight_bytes + _NUM_LARGE_OUTPUTS * largest)
+        most = min(most, _LARGEST_COMPILED_CHUNK) if self._compile else most
+        self._chunk, self._fits = _choose_chunk(self._num_samples, max(1, most)), True
+        all_bytes = self._num_samples * self._weight_bytes
+        self._holds_all_samples = self._chunk == self._num_samples or all_bytes <= room // 2
 
     def _stacks(self) -> Iterable[dict[str, Tensor]]:
-        """The samples in order: drawn once and kept for all batches if they fit into memory, else drawn for each."""
-        if not self._keep:
+        """Return the samples in order: drawn once and held if all fit into memory, else drawn again per batch."""
+        if not self._holds_all_samples:
             return self._draw(self._chunk)
-        if self._kept is None:
-            self._kept = list(self._draw(self._chunk))
-        return self._kept
+        if self._held_samples is None:
+            self._held_samples = list(self._draw(self._chunk))
+        return self._held_samples
 
     def _draw(self, chunk: int) -> Iterator[dict[str, Tensor]]:
-        """The samples in order, stacked along dimension 0 in chunks."""
+        """Draw the samples in order, in chunks that are stacked along dimension 0."""
         generator = torch.Generator(self._device if self._device.type == "cuda" else "cpu").manual_seed(self._seed)
         for start in range(0, self._num_samples, chunk):
             count = min(chunk, self._num_samples - start)
@@ -160,10 +161,11 @@ class Passes:
                     sample = self._posterior.sample(generator)
                 given = [sample[name].to(weights.dtype) for name, weights in stack.items()]
                 foreach_copy_([weights[i] for weights in stack.values()], given)
-            yield stack | {name: torch.stack(each[start : start + count]) for name, each in self._statistics.items()}
+            running = self._running_statistics.items()
+            yield stack | {name: torch.stack(each[start : start + count]) for name, each in running}
 
     def _recalibrate(self, data: Iterable[Any]) -> None:
-        """Estimate BatchNorm's statistics at the mean, or at each sample: they are then a part of it."""
+        """Estimate BatchNorm's running statistics at the mean, or at each sample, as a part of that sample."""
         own = {id(own_buffers(layer)[name]) for layer, name in running_statistics(self._model)}
         buffers = {key: buffer for key, buffer in self._model.named_buffers() if id(buffer) in own}
 
@@ -173,14 +175,14 @@ class Passes:
         if not self._parameters:
             recalibrate_batch_norm(self._model, data, forward=run)
             return
-        statistics: dict[str, list[Tensor]] = {key: [] for key in buffers}
+        estimates: dict[str, list[Tensor]] = {key: [] for key in buffers}
         for stack in self._draw(self._chunk):
             for i in range(_num_samples(stack)):
                 self._write(stack, i)
                 recalibrate_batch_norm(self._model, data, forward=run)
                 for key, buffer in buffers.items():
-                    statistics[key].append(buffer.clone())
-        self._statistics = statistics
+                    estimates[key].append(buffer.clone())
+        self._running_statistics = estimates
         self._tensors |= buffers
         self._keys |= {key: key for key in buffers}
 
@@ -195,12 +197,12 @@ class Passes:
         return outputs
 
     def _compiled(self, stack: dict[str, Tensor], inputs: Any) -> Tensor:
-        """`_vmapped`, compiled for the shapes of this batch, and kept for the next call with this model."""
+        """Run `_vmapped`, compiled for the shapes of this batch and kept for later calls with this model."""
         tensors: list[Tensor] = []
         map_tensors(tensors.append, inputs)
         handed = {self._keys[name] for name in stack}
         own = chain(self._model.named_parameters(), self._model.named_buffers())
-        rest = {name: tensor.detach() for name, tensor in own if name not in handed}  # else compiled in as constants
+        rest = {name: tensor.detach() for name, tensor in own if name not in handed}  # not constants of the program
         shapes = repr(map_tensors(lambda t: (tuple(t.shape), t.dtype), inputs))
         call = self._model.call
         key = (id(call), _num_samples(stack), tuple(stack), shapes)
@@ -219,7 +221,7 @@ class Passes:
     def _write(self, stack: dict[str, Tensor], i: int) -> None:
         for name, values in stack.items():
             self._tensors[name].copy_(values[i])
-        torch.clear_autocast_cache()  # a surrounding autocast region would go on with the old weights
+        torch.clear_autocast_cache()  # a surrounding autocast region would keep using the old weights
 
     def _at(self, stack: dict[str, Tensor], i: int, inputs: Any) -> Tensor:
         self._write(stack, i)
@@ -227,33 +229,33 @@ class Passes:
         return outputs
 
     def _check_vmap(self, inputs: Any) -> None:
-        """Raise if a vmapped pass gives other outputs than a plain one at the same weights.
+        """Raise if a vmapped pass and a plain pass at the same weights have different outputs.
 
-        A model that keeps its weights in a list of its own, say, does not see those that are handed in: it would
+        For example, a model that keeps its weights in a list does not see the weights that it is given. It would
         predict with the mean at every sample and look certain.
         """
         stack = next(self._draw(1))
         before = {name: tensor.clone()[None] for name, tensor in self._tensors.items()}
         handed, written = self._vmapped(stack, inputs)[0], self._at(stack, 0, inputs)
-        self._write(before, 0)  # a second look must find what the first one did
+        self._write(before, 0)  # so that a second check starts from the same weights
         # Generous: kernels for stacked weights round in other places, and TensorFloat-32 has 11 bits. Under autocast
-        # a model may well return float32, but of numbers that have 8 or 11.
+        # a model may return float32 numbers that have only 8 or 11 bits.
         scale = float(written.nan_to_num(0, 0, 0).abs().max())
-        rounded = any(torch.equal(written.to(short).to(written.dtype), written) for short in _SHORT)
+        rounded = any(torch.equal(written.to(short).to(written.dtype), written) for short in _SHORT_TYPES)
         tolerance = 5e-2 if rounded else {torch.float64: 1e-8, torch.float32: 1e-3}[written.dtype]
         if not torch.allclose(handed.to(written.dtype), written, rtol=0, atol=tolerance * scale, equal_nan=True):
-            raise RuntimeError("the model does not use the weights that torch.func.functional_call hands to it")
+            raise RuntimeError("the model does not use the weights that torch.func.functional_call gives to it")
         self._checked = True
 
 
 class _Program:
-    """A compiled function of tensors that are copied to where it reads them, captured in a CUDA graph on CUDA.
+    """A compiled function, captured in a CUDA graph on CUDA. Its inputs are copied to fixed tensors.
 
     Args:
         function: Takes `weights` and `others`, returns a list of one tensor.
-        weights: Tensors that are copied again only when one of them is another.
+        weights: Tensors that are copied again only if one of them is another object.
         others: Tensors that are copied in every call.
-        made_for: What the program belongs to; it may hold the model, so it is not kept alive.
+        made_for: Weak reference to the function that runs the model, which may hold the model.
     """
 
     def __init__(
@@ -277,7 +279,7 @@ class _Program:
             self._run = Captured(self._run, device, undo=lambda: None)
 
     def __call__(self, weights: list[Tensor], others: list[Tensor]) -> Tensor:
-        """The output; it is overwritten by the next call."""
+        """Return the output, which the next call overwrites."""
         if any(seen() is not tensor for seen, tensor in zip(self._seen, weights, strict=True)):
             foreach_copy_(self._weights, weights)
             self._seen = [weakref.ref(t) for t in weights]
@@ -286,16 +288,16 @@ class _Program:
 
 
 _PROGRAMS: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Program]] = weakref.WeakKeyDictionary()
-"""Compiled passes of each model that is alive, by what they were compiled for."""
+"""Compiled passes of each living model, by function, number of samples, names and shapes."""
 
 
 def _room(device: torch.device) -> int:
-    """How many bytes the weights and outputs of one chunk may take: half of what is free on a GPU."""
-    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else _ON_CPU
+    """Return the number of bytes for weights and outputs of one chunk: half of the free memory of a GPU."""
+    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else _CPU_BYTES
 
 
-def _share(num_samples: int, most: int) -> int:
-    """The largest chunk, or one that leaves no rest if there is such of half the size: each size is compiled anew."""
+def _choose_chunk(num_samples: int, most: int) -> int:
+    """Return a divisor of num_samples above half of `most`, or else `most`: each size is compiled again."""
     if most >= num_samples:
         return num_samples
     return next((n for n in range(most, most // 2, -1) if num_samples % n == 0), most)

@@ -2,17 +2,17 @@
 
 With samples theta_1 .. theta_S of the weights and the model's output f_i(x) at theta_i,
 
-- classes: p(y | x) = 1/S sum_i p(y | f_i(x)), averaged in log space. Its entropy H is all uncertainty; the mutual
+- classes: p(y | x) = 1/S sum_i p(y | f_i(x)), averaged in log space. Its entropy H is the total uncertainty; the mutual
   information H - 1/S sum_i H_i between label and weights is the part that more data would remove (epistemic), where
   H_i is the entropy of p(y | f_i(x)).
 - regression: p(y | x) = 1/S sum_i N(y | f_i(x), noise_std^2), whose variance is that of the f_i(x) over the samples
   (epistemic) plus noise_std^2 (aleatoric).
 
-One set of samples serves the whole data set: sample i is the i-th draw of `torch.Generator().manual_seed(seed)` (a
-generator on the model's device where that is CUDA), whatever the batch size, the chunk or the way it is computed.
+All batches use the same samples: sample i is the i-th draw of `torch.Generator().manual_seed(seed)` (on the model's
+device if that is CUDA, else on the CPU), for every batch size, every chunk, vmap and loop.
 
-The data is read once, and each batch runs at all samples: on an accelerator `chunk` at a time in one vmapped pass where
-the model allows it, otherwise in a loop. Both give the same numbers up to rounding.
+The data is read once, and each batch runs at all samples: on an accelerator `chunk` samples at a time in one vmapped
+pass if the model allows it, otherwise in a loop. Both give the same numbers up to rounding.
 """
 
 from __future__ import annotations
@@ -98,37 +98,37 @@ def predict(
 ) -> Predictions | GaussianPredictions:
     """Predict with the average over samples of a posterior.
 
-    The model predicts in evaluation mode; afterwards weights, buffers, each layer's mode and the global (CPU)
-    generator are what they were, also after an exception. The memory it takes is that of the weights, samples of them,
-    and `chunk` times one batch; the results wait on the CPU.
+    The model predicts in evaluation mode. Afterwards weights, buffers, each layer's mode and the global (CPU) generator
+    are unchanged, also after an exception. Memory holds the weights, samples of them, and the activations of `chunk`
+    samples for one batch; results are on the CPU.
 
     Args:
-        model: The model; it need not hold the weights of the posterior. Its device is where predictions are made.
+        model: The model. It need not hold the weights of the posterior. Predictions are made on its device.
         posterior: The distribution of its weights.
-        data: A tensor of inputs, a tuple (inputs, labels) of tensors, or batches, say a DataLoader or a generator;
-            it is read once. A batch is a tensor of inputs, (inputs, labels), (inputs,) or a dictionary whose
-            "labels" (or "label") are the labels. Inputs that are a dictionary are given to the model as keywords, a
-            tuple or list as positional arguments.
-        num_samples: How many samples to average over; 0 predicts with the mean.
+        data: A tensor of inputs, a tuple (inputs, labels) of tensors, or batches, such as a DataLoader or a generator.
+            It is read once. A batch is a tensor of inputs, (inputs, labels), (inputs,) or a dictionary whose
+            "labels" (or "label") are the labels. A dictionary of inputs becomes keyword arguments of the model, a
+            tuple or list becomes positional arguments.
+        num_samples: Number of samples; 0 predicts with the mean.
         seed: Seed of the samples.
-        chunk: How many samples run in one vmapped pass, or are held by a loop. It multiplies the memory for weights and
-            activations. By default as many as fit into half of a GPU's free memory, or 256 MB on the CPU, and 64 at
-            most if they are compiled. Samples are drawn once if there is room for the weights of all, or the `chunk`
-            given is all of them, else for each batch.
-        batch_size: The most examples of a batch where tensors are cut, which is done evenly.
+        chunk: Number of samples in one vmapped pass, or held by a loop. It multiplies the memory for weights and
+            activations. By default as many as fit into half of a GPU's free memory, or 256 MB on the CPU, and at most
+            64 if compiled. Samples are drawn once if memory can hold all of them, or if `chunk` covers all of them;
+            otherwise they are drawn again for each batch.
+        batch_size: Largest batch when `data` is tensors, which are cut evenly.
         likelihood: `"categorical"`: outputs are logits (n, K). `"bernoulli"`: logits (n,) or (n, 1) of class 1 of
             two. `"gaussian"`: outputs (n,) or (n, D) are means of real targets.
         noise_std: Standard deviation of the targets around the true output, for `"gaussian"`.
-        forward: `forward(model, inputs)` runs the model where calling it is not enough. Outputs that are not
+        forward: `forward(model, inputs)` runs the model, if `model(inputs)` is not the right call. Outputs that are not
             tensors must have `.logits` or `["logits"]`.
         vectorise: True: vmap, or an error. False: a loop. None: vmap on an accelerator, unless it fails or differs
-            from the loop; a loop on the CPU, where vmap pays for tiny models only.
-        recalibrate: Data, as above, from which BatchNorm's statistics are estimated anew at each sample, as
-            `bsam.recalibrate_batch_norm` does: training data, whose labels are ignored. It is read once a sample,
-            so no generator. None: the posterior's own buffers, which are those of its mean.
-        compile: Compile the vmapped pass, and capture it on CUDA: pays for many batches of one size, as compiling takes
-            tens of seconds.
-        progress: Show a progress bar (if `rich` is installed). None: where stderr is a terminal, after two seconds.
+            from the loop; a loop on the CPU, where vmap is faster only for tiny models.
+        recalibrate: Training data, in the form of `data`, to estimate BatchNorm's running statistics again at each
+            sample, as `bsam.recalibrate_batch_norm` does. Labels are ignored. It is read once per sample, so it must
+            not be a generator. None: use the posterior's buffers, which belong to its mean.
+        compile: Compile the vmapped pass, and capture it on CUDA. Compiling takes tens of seconds, so this is useful
+            for many batches of one size.
+        progress: Show a progress bar (if `rich` is installed). None: if stderr is a terminal, after two seconds.
 
     Returns:
         `Predictions`, or `GaussianPredictions` for `likelihood="gaussian"`.
@@ -148,7 +148,7 @@ def predict(
     batches = batches_of(data, batch_size)
     calibration = None if recalibrate is None else batches_of(recalibrate, batch_size)
     if isinstance(calibration, Iterator):
-        raise TypeError("recalibrate is a generator, but is read once a sample: give a list or a DataLoader.")
+        raise TypeError("recalibrate is a generator, but is read once per sample: give a list or a DataLoader.")
     with at_mean(model, posterior) as device, _progress(batches, progress) as advance:
         passes = Passes(
             model,
@@ -174,7 +174,7 @@ def predict(
 
 @contextlib.contextmanager
 def at_mean(model: nn.Module, posterior: Posterior) -> Iterator[torch.device]:
-    """The posterior's mean in `model`, in evaluation mode; all is as it was when the block ends. Gives the device."""
+    """Write the posterior's mean into `model`, in evaluation mode, until the block ends. Yields the device."""
     posterior.check_fits(model)
     device = next((t.device for t in chain(model.parameters(), model.buffers())), torch.device("cpu"))
     with (
@@ -191,13 +191,13 @@ def at_mean(model: nn.Module, posterior: Posterior) -> Iterator[torch.device]:
 def collect(
     batches: Iterable[Any], device: torch.device, columns_of: Callable[[Any, Any], dict[str, Tensor | None]]
 ) -> dict[str, Tensor | None]:
-    """What `columns_of(inputs, labels)` gives for each batch, as one column of all examples each."""
+    """Concatenate the columns that `columns_of(inputs, labels)` returns for each batch."""
     columns: list[dict[str, Tensor | None]] = []
     labelled: bool | None = None
     for i, batch in enumerate(reading(batches)):
         inputs, labels = inputs_and_labels(batch)
         if labelled is not None and labelled != (labels is not None):
-            raise ValueError(f"batch {i} has {'no ' if labelled else ''}labels, unlike those before: all or none.")
+            raise ValueError(f"batch {i} has {'no ' if labelled else ''}labels, unlike earlier batches: all or none.")
         labelled = labels is not None
         columns.append(columns_of(moved(inputs, device), labels))
     if not columns:
@@ -210,7 +210,7 @@ def collect(
 
 
 def result_of(rows: dict[str, Any], noise_std: float | None, **settings: Any) -> Predictions | GaussianPredictions:
-    """The columns as what `predict` returns; `noise_std` is None for classes."""
+    """Make the result of `predict` from its columns; `noise_std` is None for classes."""
     if noise_std is None:
         return Predictions(**rows, **settings)
     return GaussianPredictions(**rows, noise_std=float(noise_std), **settings)
@@ -218,7 +218,7 @@ def result_of(rows: dict[str, Any], noise_std: float | None, **settings: Any) ->
 
 @contextlib.contextmanager
 def _progress(batches: Iterable[Any], show: bool | None) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr; yields the function to call after each batch."""
+    """Show a progress bar on stderr; yield the function to call after each batch."""
     wanted = sys.stderr.isatty() if show is None else show
     if not wanted or importlib.util.find_spec("rich") is None:
         yield lambda: None

@@ -1,4 +1,4 @@
-"""What `predict` returns: one row an example, on the CPU, and one kind of file."""
+"""The results of `predict`: one row per example, on the CPU, and their files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def entropy(log_p: Tensor) -> Tensor:
 
 
 class _Saved:
-    """Saving and loading of a dataclass of tensors and plain values."""
+    """Saves and loads a dataclass of tensors and plain values."""
 
     kind: ClassVar[str]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything into one safetensors file; a file that is there is replaced in one go or stays."""
+        """Write everything into one safetensors file; a file at `path` is replaced completely or not at all."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         settings = {name: value for name, value in values.items() if name not in tensors}
@@ -34,7 +34,7 @@ class _Saved:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read what `save` wrote."""
+        """Read a file that `save` wrote."""
         _, tensors, settings = read_file(path, format="bsam.predictions", kinds=(cls.kind,))
         with naming(path):
             return cls(**{name: tensor.clone() for name, tensor in tensors.items()}, **settings)
@@ -47,7 +47,7 @@ class Predictions(_Saved):
     log_probs: Tensor
     """Logarithms of the averaged probabilities, (n, K)."""
     mutual_information: Tensor
-    """What knowing the weights would tell about the label, in nats, (n,): epistemic uncertainty. 0 at the mean."""
+    """Information of the weights about the label, in nats, (n,): epistemic uncertainty. 0 if the mean predicts."""
     labels: Tensor | None
     """(n,), or None if the data had none."""
     num_samples: int
