@@ -1,4 +1,4 @@
-"""What the outputs f of a model say about a label y, and how the loss -log p(y | f) bends.
+"""Likelihoods: the probability p(y | f) of a label y given the outputs f of a model, and the curvature of -log p.
 
 | likelihood | outputs of n examples | p(y given f) | Hessian of -log p(y given f) in f |
 |---|---|---|---|
@@ -22,7 +22,7 @@ _LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
 
 
 def check_likelihood(likelihood: str, noise_std: float | None) -> None:
-    """Raise unless there is such a likelihood, with a noise_std if it needs one."""
+    """Raise unless the likelihood exists, and has a noise_std if it needs one."""
     if likelihood == "gaussian":
         if noise_std is None or not (math.isfinite(noise_std) and noise_std > 0):
             raise ValueError(
@@ -37,22 +37,22 @@ def check_likelihood(likelihood: str, noise_std: float | None) -> None:
 
 
 def check_outputs(likelihood: str, shape: tuple[int, ...]) -> None:
-    """Raise unless outputs of this shape go with the likelihood."""
+    """Raise unless outputs of this shape fit the likelihood."""
     if likelihood == "categorical":
         if len(shape) == 1 or shape[1:] == (1,):
             raise ValueError(
-                f'the model gives one number an example, shape {shape}, but likelihood="categorical" needs K >= 2 '
+                f'the model gives one number per example, shape {shape}, but likelihood="categorical" needs K >= 2 '
                 'logits. Write likelihood="bernoulli" for two classes, or "gaussian" for regression.'
             )
         if len(shape) != 2:
             raise ValueError(
-                f'the model gives outputs of shape {shape}, but likelihood="categorical" needs (n, K) logits. Bring '
-                "them to it by forward=lambda model, inputs: ..."
+                f'the model gives outputs of shape {shape}, but likelihood="categorical" needs (n, K) logits. '
+                "Reshape them with forward=lambda model, inputs: ..."
             )
     elif likelihood == "bernoulli":
         if len(shape) != 1 and shape[1:] != (1,):
             raise ValueError(
-                f'the model gives outputs of shape {shape}, but likelihood="bernoulli" needs one logit an example, '
+                f'the model gives outputs of shape {shape}, but likelihood="bernoulli" needs one logit per example, '
                 '(n,) or (n, 1). Write likelihood="categorical" if each example has one of K classes. If each output '
                 "answers a yes/no question of its own (multi-label), take one question at a time: "
                 "forward=lambda model, inputs: model(inputs)[:, 0], and the labels of that question."
@@ -62,7 +62,7 @@ def check_outputs(likelihood: str, shape: tuple[int, ...]) -> None:
 
 
 def hessian_root(likelihood: str, f: Tensor, noise_std: float | None) -> Tensor:
-    """For outputs (n, C), vectors r_1 .. r_C (n, C, C) for which the Hessian in f is the sum of r_c r_c^T."""
+    """Vectors r_1 .. r_C, (n, C, C), for outputs (n, C): the Hessian in f is the sum of r_c r_c^T."""
     identity = torch.eye(f.shape[1], device=f.device, dtype=f.dtype).expand(len(f), -1, -1)
     if likelihood == "categorical":
         p = f.softmax(dim=1)
@@ -74,7 +74,7 @@ def hessian_root(likelihood: str, f: Tensor, noise_std: float | None) -> Tensor:
 
 
 def negative_log_likelihood(likelihood: str, f: Tensor, labels: Any, noise_std: float | None) -> Tensor:
-    """The sum over the examples of -log p(y | f), but for a constant."""
+    """The sum over the examples of -log p(y | f), up to a constant."""
     y = torch.as_tensor(labels).to(f.device)
     if y.numel() != (f.numel() if likelihood == "gaussian" else len(f)):
         raise ValueError(f"labels of shape {tuple(y.shape)} came with outputs of shape {tuple(f.shape)}.")
