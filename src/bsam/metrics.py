@@ -55,7 +55,7 @@ _Predictions = _HasPredictions | tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Summary:
-    """The five metrics of one set of predictions. `intervals` has (low, high) per metric except the ECE, or is empty."""
+    """The five metrics of one set of predictions. `intervals` has (low, high) per metric but the ECE, or is empty."""
 
     num_examples: int
     accuracy: float
