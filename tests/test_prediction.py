@@ -666,10 +666,10 @@ def test_options_that_are_refused(options, message):
 @pytest.mark.parametrize(
     ("likelihood", "shape", "message"),
     [
-        ("categorical", (5, 1), 'one number an example.*likelihood="bernoulli"'),
-        ("categorical", (5,), 'one number an example.*likelihood="bernoulli"'),
+        ("categorical", (5, 1), 'one number per example.*likelihood="bernoulli"'),
+        ("categorical", (5,), 'one number per example.*likelihood="bernoulli"'),
         ("categorical", (5, 2, 3), r"\(5, 2, 3\).*needs \(n, K\)"),
-        ("bernoulli", (5, 3), 'needs one logit an example.*likelihood="categorical" if each example has one of K'),
+        ("bernoulli", (5, 3), 'needs one logit per example.*likelihood="categorical" if each example has one of K'),
         ("bernoulli", (5, 3), r"multi-label.*forward=lambda model, inputs: model\(inputs\)\[:, 0\]"),
         ("gaussian", (5, 2, 2), r"needs \(n,\) or \(n, D\)"),
     ],

@@ -1,4 +1,4 @@
-"""The likelihood p(y | f) of a label y given a model's outputs f, and the Hessian of -log p(y | f).
+"""Likelihoods: the probability p(y | f) of a label y given the outputs f of a model, and the curvature of -log p.
 
 | likelihood | outputs of n examples | p(y given f) | Hessian of -log p(y given f) in f |
 |---|---|---|---|
@@ -22,7 +22,7 @@ _LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
 
 
 def check_likelihood(likelihood: str, noise_std: float | None) -> None:
-    """Raise unless the likelihood is known, and `noise_std` is given exactly if it needs one."""
+    """Raise unless the likelihood exists, and has a noise_std if it needs one."""
     if likelihood == "gaussian":
         if noise_std is None or not (math.isfinite(noise_std) and noise_std > 0):
             raise ValueError(
@@ -37,7 +37,7 @@ def check_likelihood(likelihood: str, noise_std: float | None) -> None:
 
 
 def check_outputs(likelihood: str, shape: tuple[int, ...]) -> None:
-    """Raise unless the likelihood accepts outputs of this shape."""
+    """Raise unless outputs of this shape fit the likelihood."""
     if likelihood == "categorical":
         if len(shape) == 1 or shape[1:] == (1,):
             raise ValueError(
@@ -46,23 +46,23 @@ def check_outputs(likelihood: str, shape: tuple[int, ...]) -> None:
             )
         if len(shape) != 2:
             raise ValueError(
-                f'the model gives outputs of shape {shape}, but likelihood="categorical" needs (n, K) logits. Reshape '
-                "them with forward=lambda model, inputs: ..."
+                f'the model gives outputs of shape {shape}, but likelihood="categorical" needs (n, K) logits. '
+                "Reshape them with forward=lambda model, inputs: ..."
             )
     elif likelihood == "bernoulli":
         if len(shape) != 1 and shape[1:] != (1,):
             raise ValueError(
                 f'the model gives outputs of shape {shape}, but likelihood="bernoulli" needs one logit per example, '
                 '(n,) or (n, 1). Write likelihood="categorical" if each example has one of K classes. If each output '
-                "is a separate yes/no label (multi-label), predict one label at a time: "
-                "forward=lambda model, inputs: model(inputs)[:, 0], with that label."
+                "answers a yes/no question of its own (multi-label), take one question at a time: "
+                "forward=lambda model, inputs: model(inputs)[:, 0], and the labels of that question."
             )
     elif len(shape) not in (1, 2):
         raise ValueError(f'the model gives outputs of shape {shape}, but likelihood="gaussian" needs (n,) or (n, D).')
 
 
 def hessian_root(likelihood: str, f: Tensor, noise_std: float | None) -> Tensor:
-    """Return vectors r_1 .. r_C (n, C, C) for outputs f (n, C): the Hessian in f is the sum of r_c r_c^T."""
+    """Vectors r_1 .. r_C, (n, C, C), for outputs (n, C): the Hessian in f is the sum of r_c r_c^T."""
     identity = torch.eye(f.shape[1], device=f.device, dtype=f.dtype).expand(len(f), -1, -1)
     if likelihood == "categorical":
         p = f.softmax(dim=1)
@@ -74,7 +74,7 @@ def hessian_root(likelihood: str, f: Tensor, noise_std: float | None) -> Tensor:
 
 
 def negative_log_likelihood(likelihood: str, f: Tensor, labels: Any, noise_std: float | None) -> Tensor:
-    """Return the sum over the examples of -log p(y | f), up to a constant."""
+    """The sum over the examples of -log p(y | f), up to a constant."""
     y = torch.as_tensor(labels).to(f.device)
     if y.numel() != (f.numel() if likelihood == "gaussian" else len(f)):
         raise ValueError(f"labels of shape {tuple(y.shape)} came with outputs of shape {tuple(f.shape)}.")

@@ -1,28 +1,29 @@
 """Metrics of class probabilities: accuracy, NLL, ECE, AUROC and Brier score.
 
-Every example i has log-probabilities log p_ik over K classes and a label y_i. Its prediction is the class of the
-largest probability (the lowest index among equals), its confidence c_i that probability, and a_i is 1 if the
-prediction is correct and 0 if not. Over n examples:
+Every example i has log-probabilities log p_ik over K classes and a label y_i. Its prediction is the class with the
+largest probability (the lowest index among equals). Its confidence c_i is this probability. a_i is 1 if the prediction
+is correct and 0 if not. Over n examples:
 
     accuracy  =  1/n sum_i a_i
     NLL       =  -1/n sum_i log p_i,y_i                        natural logarithm
-    ECE       =  sum_b n_b/n |acc_b - conf_b|                  B bins of equal width, b holding (b - 1)/B < c_i <= b/B
+    ECE       =  sum_b n_b/n |acc_b - conf_b|                  B bins of equal width, bin b: (b - 1)/B < c_i <= b/B
     AUROC     =  P(c_i > c_j) + 1/2 P(c_i = c_j)               for i correct and j misclassified
     Brier     =  1/n sum_i sum_k (p_ik - [y_i = k])^2          from 0 to 2
 
 - ECE: Guo et al. (2017), https://arxiv.org/abs/1706.04599; acc_b and conf_b are the means of a_i and c_i in a bin.
-- AUROC, of misclassification: Osawa et al. (2019), appendix H, https://arxiv.org/abs/1906.02506. It is exact, with no
-  grid of thresholds, and NaN where all examples are correct or all are wrong.
+- AUROC of misclassification: Osawa et al. (2019), appendix H, https://arxiv.org/abs/1906.02506. It is exact, without a
+  grid of thresholds. It is NaN if all examples are correct or all are wrong.
 
-Other packages may give other numbers. torchmetrics <= 1.9 counts a confidence of exactly 1.0 in an extra bin
-(https://github.com/Lightning-AI/torchmetrics/issues/3510), which changes the ECE of a network that saturates; here 1.0
-belongs to the last bin. The bins of torchmetrics are also closed on the left, while those of Guo et al. are closed on
-the right. scikit-learn halves the Brier score of two classes.
+Other packages may give other numbers. torchmetrics <= 1.9 counts a confidence of exactly 1.0 in a separate
+extra bin (https://github.com/Lightning-AI/torchmetrics/issues/3510), which changes the ECE of a network
+that saturates; here 1.0 belongs to the last bin. Its bins are also closed on the left, while those of
+Guo et al. are closed on the right. scikit-learn halves the Brier score of two classes.
 
 The ECE has no bootstrap interval. Noise in a bin always adds to |acc_b - conf_b|, so the ECE of a sample is biased
-upwards, and the ECE of a resample twice. If the probabilities are calibrated, a percentile interval never covers the
-ECE of the population, and a basic or bias-corrected interval covers it in at most about half of the samples. The bias
-depends on the number of examples: compare the ECE of two methods on sets of the same size, over several seeds.
+upwards, and the ECE of a resample is biased twice. If the probabilities are calibrated, a percentile interval never
+covers the ECE of the population, and a basic or a bias-corrected interval covers it in about half of the samples at
+best. The bias depends on the number of examples: compare the ECE of two methods on sets of the same size, over several
+seeds.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _Predictions = _HasPredictions | tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Summary:
-    """The five metrics of one set of predictions; `intervals` holds (low, high) of each except the ECE, if any."""
+    """The five metrics of one set of predictions. `intervals` has (low, high) per metric but the ECE, or is empty."""
 
     num_examples: int
     accuracy: float
@@ -79,18 +80,18 @@ class Summary:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain numbers, lists and dicts; `json.dumps` writes NaN and inf as Python does."""
+        """The fields as plain numbers, lists and dicts. `json.dumps` writes NaN and inf as Python does."""
         return asdict(self) | {"intervals": {name: list(ends) for name, ends in self.intervals.items()}}
 
 
 @dataclass(frozen=True, eq=False)
 class ReliabilityTable:
-    """Count, confidence and accuracy of the confidence bins ((b-1)/B, b/B]: float64 tensors of length B.
+    """Statistics per confidence bin ((b-1)/B, b/B], in order: float64 tensors of length B.
 
     Attributes:
         count: number of examples.
-        confidence: mean confidence, NaN in an empty bin.
-        accuracy: accuracy, NaN in an empty bin.
+        confidence: their mean confidence, NaN in an empty bin.
+        accuracy: their accuracy, NaN in an empty bin.
     """
 
     count: Tensor
@@ -98,19 +99,19 @@ class ReliabilityTable:
     accuracy: Tensor
 
     def as_rows(self) -> list[list[float | None]]:
-        """Return count, confidence and accuracy of each bin as plain numbers, for JSON: None for NaN."""
+        """Count, confidence and accuracy of each bin as plain numbers for JSON, with None for NaN."""
         columns = (self.count, self.confidence, self.accuracy)
         return [[None if math.isnan(x) else x for x in row] for row in torch.stack(columns, dim=1).tolist()]
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[float | None]]) -> ReliabilityTable:
-        """Make a table from the result of `as_rows`."""
+        """Make the table from the result of its `as_rows`."""
         numbers = [[math.nan if x is None else x for x in row] for row in rows]
         return cls(*torch.tensor(numbers, dtype=torch.float64).unbind(dim=1))
 
 
 class _Examples(NamedTuple):
-    """Per-example values from which the metrics are computed: float64 tensors of shape (n,)."""
+    """The numbers per example that the metrics need: float64 tensors of shape (n,)."""
 
     nll: Tensor
     confidence: Tensor
@@ -119,7 +120,7 @@ class _Examples(NamedTuple):
 
 
 def _per_example(log_probs: Tensor, labels: Tensor) -> _Examples:
-    # Row by row, so that no number depends on the other examples of the batch.
+    # Each row separately, so that no number depends on the other examples of the batch.
     log_p, y = _checked(log_probs, labels)
     rows = torch.arange(len(y), device=y.device)
     log_confidence, predicted = log_p.max(dim=1)  # the first of equal maxima
@@ -134,11 +135,11 @@ def _per_example(log_probs: Tensor, labels: Tensor) -> _Examples:
     )
 
 
-# The formulas. All work over the last dimension, so that a stack of bootstrap resamples is one call.
+# The formulas. All reduce over the last dimension, so that one call handles a stack of bootstrap resamples.
 
 
 def _reliability(confidence: Tensor, correct: Tensor, num_bins: int) -> ReliabilityTable:
-    # exp(log p) may miss an edge that p is on by some units in the last place, hence the 1e-12.
+    # If p is exactly on an edge, exp(log p) may differ by some units in the last place, hence the 1e-12.
     inner_edges = torch.arange(1, num_bins, device=confidence.device).double() / num_bins + 1e-12
     bins = torch.bucketize(confidence, inner_edges)  # edges[i - 1] < confidence <= edges[i]
     empty = confidence.new_zeros(*confidence.shape[:-1], num_bins)
@@ -156,7 +157,7 @@ def _ece(table: ReliabilityTable) -> Tensor:
 
 
 def _auroc(rank: Tensor, correct: Tensor) -> Tensor:
-    # `rank` numbers the distinct confidences in increasing order; count right and wrong predictions for each.
+    # `rank` numbers the distinct confidences in increasing order. Per rank: how many are right, and how many wrong.
     empty = correct.new_zeros(*correct.shape[:-1], int(rank.max()) + 1)
     right = empty.scatter_add(-1, rank, correct)
     wrong = empty.scatter_add(-1, rank, 1 - correct)
@@ -175,9 +176,9 @@ def _metrics(columns: Iterable[Tensor]) -> Tensor:
 
 
 class Metrics:
-    """Metrics of a set that is given in batches; equal to the metrics of the whole set.
+    """The metrics of a set that comes in batches. They are exactly those of the whole set, for any batches.
 
-    Four float64 numbers per example are stored, on the CPU.
+    Four float64 numbers per example are kept, on the CPU.
 
     Args:
         num_bins: number of confidence bins of the ECE.
@@ -205,11 +206,11 @@ class Metrics:
         self._batches: list[_Examples] = []
 
     def update(self, log_probs: Tensor, labels: Tensor) -> None:
-        """Add a batch: log-probabilities (n, K) and integer labels (n,)."""
+        """Adds a batch: log-probabilities (n, K) and integer labels (n,)."""
         self._batches.append(_per_example(log_probs, labels))
 
     def merge(self, other: Metrics) -> None:
-        """Add all examples of `other`, for example of another worker."""
+        """Adds all examples of `other`, for example those of another worker."""
         if other.num_bins != self.num_bins:
             raise ValueError(
                 f"cannot merge metrics of {other.num_bins} bins into metrics of {self.num_bins}; "
@@ -218,20 +219,20 @@ class Metrics:
         self._batches = self._batches + other._batches
 
     def reliability(self) -> ReliabilityTable:
-        """Return count, mean confidence and accuracy of every confidence bin."""
+        """Count, mean confidence and accuracy of every confidence bin."""
         examples = self._examples()
         return _reliability(examples.confidence, examples.correct, self.num_bins)
 
     def compute(self, *, num_bootstrap: int = 1000, level: float = 0.95, seed: int = 0) -> Summary:
-        """Return the metrics of all examples so far, with percentile bootstrap intervals over the examples.
+        """The metrics of all examples so far, with percentile bootstrap intervals over the examples.
 
-        The interval of the AUROC uses the resamples where it is defined. The ECE has none: it is biased, and no
-        bootstrap interval that we tried reaches its nominal coverage (see the docstring of the module).
+        The interval of the AUROC uses the resamples in which it is defined. The ECE has no interval: it is biased, and
+        no bootstrap interval that we tried covers the truth as often as it claims (see the module's docstring).
 
         Args:
             num_bootstrap: number of resamples; 0 gives no intervals. 1000 of 10,000 examples take a second.
             level: coverage of the intervals.
-            seed: seed of a private generator; the global generator is not used.
+            seed: seed of a separate generator; the global generator is not touched.
         """
         if not isinstance(num_bootstrap, int) or num_bootstrap < 0:
             raise ValueError(f"num_bootstrap must be an integer >= 0, got {num_bootstrap!r}; write 0 for no intervals")
@@ -275,33 +276,31 @@ def summary(
     level: float = 0.95,
     seed: int = 0,
 ) -> Summary:
-    """Return all metrics of a set of predictions, with bootstrap intervals except for the ECE.
-
-    See `Metrics.compute`.
+    """All metrics of a set of predictions, with bootstrap intervals except for the ECE (see `Metrics.compute`).
 
     Args:
         predictions: an object with `.log_probs` (n, K) and `.labels` (n,), or the tuple of the two.
         num_bins: number of confidence bins of the ECE.
         num_bootstrap: number of resamples; 0 gives no intervals.
         level: coverage of the intervals.
-        seed: seed of the bootstrap's private generator.
+        seed: seed of the bootstrap's separate generator.
     """
     metrics = _whole(predictions, num_bins)
     return metrics.compute(num_bootstrap=num_bootstrap, level=level, seed=seed)
 
 
 def accuracy(log_probs: Tensor, labels: Tensor) -> float:
-    """Return the fraction of examples whose most probable class is the label."""
+    """Fraction of the examples whose most probable class is the label."""
     return summary((log_probs, labels), num_bootstrap=0).accuracy
 
 
 def nll(log_probs: Tensor, labels: Tensor) -> float:
-    """Return the mean negative log-probability of the label, in nats; inf if a label has probability 0."""
+    """Mean negative log-probability of the label, in nats; inf if a label has probability 0."""
     return summary((log_probs, labels), num_bootstrap=0).nll
 
 
 def ece(log_probs: Tensor, labels: Tensor, num_bins: int = 20) -> float:
-    """Return the expected calibration error over equal-width bins, closed on the right.
+    """Expected calibration error over equal-width bins, closed on the right.
 
     Example:
         >>> import torch
@@ -313,28 +312,28 @@ def ece(log_probs: Tensor, labels: Tensor, num_bins: int = 20) -> float:
 
 
 def auroc(log_probs: Tensor, labels: Tensor) -> float:
-    """Return how well the confidence separates correct from wrong predictions; NaN if only one kind occurs."""
+    """How well the confidence separates correct from wrong predictions; NaN if there are not both kinds."""
     return summary((log_probs, labels), num_bootstrap=0).auroc
 
 
 def brier(log_probs: Tensor, labels: Tensor) -> float:
-    """Return the mean squared distance between probabilities and one-hot label, summed over the classes."""
+    """Mean squared distance between the probabilities and the one-hot label, summed over the classes."""
     return summary((log_probs, labels), num_bootstrap=0).brier
 
 
 def reliability(log_probs: Tensor, labels: Tensor, num_bins: int = 20) -> ReliabilityTable:
-    """Return count, mean confidence and accuracy of every confidence bin, from which the ECE is computed."""
+    """Count, mean confidence and accuracy of every confidence bin, from which the ECE is computed."""
     return _whole((log_probs, labels), num_bins).reliability()
 
 
 def reliability_diagram(
     predictions: _Predictions | ReliabilityTable, *, num_bins: int = 20, ax: Axes | None = None
 ) -> Axes:
-    """Draw accuracy against confidence, bin by bin, below a histogram of the confidences.
+    """Draws accuracy against confidence, bin by bin, below a histogram of the confidences.
 
     Args:
         predictions: an object with `.log_probs` (n, K) and `.labels` (n,), or the tuple of the two, or their bins.
-        num_bins: number of confidence bins, where `predictions` are not bins already.
+        num_bins: number of confidence bins, if `predictions` are not bins already.
         ax: where to draw; a new figure if None.
     """
     try:
@@ -412,8 +411,8 @@ def _checked(log_probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if labels.shape != (n,):
         raise ValueError(
             f"labels must have shape ({n},), one per row of log_probs, got {tuple(labels.shape)}; "
-            "write one_hot.argmax(dim=1) if each row has a single 1; if rows may have several (multi-label), rate the "
-            "predictions of one label at a time"
+            "write one_hot.argmax(dim=1) if each row has a single 1; if rows may have several (multi-label), compute "
+            "the metrics of one label at a time"
         )
     if not log_probs.is_floating_point():
         raise TypeError(f"log_probs must be floating point, got {log_probs.dtype}; apply log_softmax to logits")

@@ -398,7 +398,7 @@ class TestBiconjugate:
             max_loss_in_ball(plane, np.zeros(2), 1.0)
 
     def test_what_is_refused(self):
-        with pytest.raises(ValueError, match="not negative"):
+        with pytest.raises(ValueError, match="must not be negative"):
             biconjugate(SINE, 0.0, -1.0)
         with pytest.raises(ValueError, match="worst_case"):
             biconjugate(two_dimensional(), 0.0, 1.0)

@@ -1,9 +1,10 @@
-"""Convolutions with one set of weights per group of examples, as torch operators, for vmap over the weights.
+"""Convolutions with one set of weights per group of examples, as torch operators. vmap over weights needs them.
 
-torch's vmap makes one convolution with `groups=`, whose groups are adjacent in the channels. cuDNN runs it group by
-group, or converts its layout. The three operators here have rules for vmap that put one group's examples after the
-other's. On CUDA each is one kernel (`bsam.kernels.convolution_triton`), on the CPU they call torch. Images (groups x
-examples, channels, height, width) are channels last in memory, before and after.
+torch turns these convolutions into one with `groups=`, whose groups lie side by side in the channels. cuDNN runs it
+group by group, or converts its layout. Here there are three operators instead. Their rules for vmap put the examples of
+one group after those of the other. On CUDA each operator is one kernel (`bsam.kernels.convolution_triton`), on the CPU
+it calls torch's own functions. Images (groups x examples, channels, height, width) are channels last in memory, as
+inputs and as outputs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["Convolution", "joined"]
 
 
 class Convolution:
-    """The arguments of `torch.conv2d`, after autocast; calling it computes the convolution with our operators."""
+    """The arguments of `torch.conv2d`, after autocast. A call computes the convolution with our operators."""
 
     def __init__(
         self,
@@ -46,15 +47,15 @@ class Convolution:
 
     @property
     def fits(self) -> bool:
-        """Whether our operators support these arguments; False where torch would raise."""
-        if self.x.dim() != 4 or self.w.dim() != 4 or len(self.padding) != 2:  # a padding such as "same" is longer
+        """Whether our operators support the arguments. They do not where torch must raise an error."""
+        if self.x.dim() != 4 or self.w.dim() != 4 or len(self.padding) != 2:  # a padding by name has more letters
             return False
         padded = [size + 2 * around for size, around in zip(self.x.shape[2:], self.padding, strict=True)]  # type: ignore[operator]
         return (
             self.groups == 1
             and self.x.shape[1] == self.w.shape[1]
             and all(size >= kernel for size, kernel in zip(padded, self.w.shape[2:], strict=True))
-            and len(self.x) * math.prod(padded) * max(self.w.shape[:2]) < 2**31  # kernels count in 32 bits
+            and len(self.x) * math.prod(padded) * max(self.w.shape[:2]) < 2**31  # the kernels use 32-bit indices
             and self.dilation == (1, 1)
             and all(len(set(pair)) == 1 for pair in (self.w.shape[2:], self.stride, self.padding))
             and max(self.w.shape[:2]) >= 4  # tiles have 16 channels
@@ -63,14 +64,14 @@ class Convolution:
         )
 
     def __call__(self) -> Tensor:
-        """Compute the convolution."""
-        tf32 = bool(torch.backends.cudnn.allow_tf32)  # torch's setting for convolutions
+        """The convolution."""
+        tf32 = bool(torch.backends.cudnn.allow_tf32)  # torch's own setting for convolutions
         y: Tensor = _Convolve.apply(self.x, self.w, self.stride[0], self.padding[0], tf32)[0]  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias[:, None, None]
 
 
 class _Convolve(torch.autograd.Function):
-    """A convolution, and its weights with the taps in front: (size, size, outputs, inputs)."""
+    """Computes a convolution, and its weights in the layout tap by tap: (size, size, outputs, inputs)."""
 
     generate_vmap_rule = True
 
@@ -88,7 +89,7 @@ class _Convolve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, w, by_tap = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for second derivatives, which our operators do not have
+        if torch.is_grad_enabled():  # for second derivatives, which the operators do not have
             stride, padding, _ = ctx.options
             pairs = [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1
             dx, dw, _ = torch.ops.aten.convolution_backward(dy, x, w, None, *pairs, [*ctx.needs_input_grad[:2], False])
@@ -124,12 +125,12 @@ def _empty_images(like: Tensor, channels: int, height: int, width: int) -> Tenso
 
 
 def _of_groups(images: Tensor, groups: int) -> Tensor:
-    """Reshape images for torch's `groups=`: (examples, groups x channels, height, width)."""
+    """Convert images to the layout of torch's `groups=`: (examples, groups x channels, height, width)."""
     return images.view(groups, -1, *images.shape[1:]).transpose(0, 1).flatten(1, 2)
 
 
 def _to_groups(images: Tensor, groups: int) -> Tensor:
-    """Reshape images back: the inverse of `_of_groups`."""
+    """Convert images back from the layout of `_of_groups`."""
     return _last(images.view(len(images), groups, -1, *images.shape[2:]).transpose(0, 1).flatten(0, 1))
 
 
@@ -219,7 +220,7 @@ def _(dy: Tensor, x: Tensor, size: int, groups: int, stride: int, padding: int, 
 
     num_in, num_out = x.shape[1], dy.shape[1]
     chunks = num_chunks(dy, num_in, num_out, size, groups)
-    exact = torch.float32 if chunks > 1 else dy.dtype  # a single part is the sum, and is rounded at once
+    exact = torch.float32 if chunks > 1 else dy.dtype  # a single part is rounded at once, like the sum of several
     parts = torch.empty((chunks, groups, size, size, num_out, num_in), dtype=exact, device=x.device)
     weight_gradient(_last(x), _last(dy), parts, stride=stride, padding=padding, precision=_precision(tf32))
     dw = _empty_weights(dy, x, size, groups)
@@ -228,23 +229,23 @@ def _(dy: Tensor, x: Tensor, size: int, groups: int, stride: int, padding: int, 
 
 
 def power_of_2(number: int) -> int:
-    """Return the smallest power of two that is not less than `number`."""
+    """The smallest power of two that is at least the number."""
     return 1 << (number - 1).bit_length()
 
 
 def weight_tiles(num_in: int, num_out: int, size: int) -> tuple[int, int, int, int]:
-    """Return taps, input channels and output channels of one tile of the weight gradient, and the number of tiles.
+    """Taps, input and output channels of one tile of the weight gradient, and the number of tiles.
 
-    A tile with few channels covers a row of taps, which share what is read of dy.
+    A tile of few channels takes a row of taps at once, and all of them use the same values of dy.
     """
     block_in, block_out = min(64, power_of_2(num_in)), min(128, max(16, power_of_2(num_out)))
     taps = size if power_of_2(size) * block_in * block_out <= 4096 else 1
-    block_in = max(block_in, 16 // power_of_2(taps))  # products have at least 16 columns
+    block_in = max(block_in, 16 // power_of_2(taps))  # matrix products have at least 16 columns
     return taps, block_in, block_out, size * size // taps * -(-num_in // block_in) * -(-num_out // block_out)
 
 
 def num_chunks(dy: Tensor, num_in: int, num_out: int, size: int, groups: int) -> int:
-    """Return the number of chunks of a group's pixels: enough to fill a large GPU, each of about 256 or more pixels."""
+    """Number of parts of a group's pixels: enough to fill a large GPU, with about 256 pixels or more per part."""
     pixels = dy.shape[0] // groups * dy.shape[2] * dy.shape[3]
     *_, tiles = weight_tiles(num_in, num_out, size)
     return max(1, min(1024 // (groups * tiles), -(-pixels // 256)))
@@ -254,11 +255,11 @@ def num_chunks(dy: Tensor, num_in: int, num_out: int, size: int, groups: int) ->
 
 
 def _vmap_images(operator: Any) -> Callable[..., Any]:
-    """Make the vmap rule of an operator of images and weights."""
+    """Make the vmap rule of an operator that takes images and weights."""
 
     def rule(info: Any, dims: tuple[Any, ...], images: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, int]:
         count = info.batch_size
-        if dims[1] is not None or len(w) > 1:  # otherwise vmap adds examples to the same group
+        if dims[1] is not None or len(w) > 1:  # otherwise the images are more examples of the same group
             w = joined(w, dims[1], count)
         y = operator(joined(images, dims[0], count), w, *rest)
         return y.unflatten(0, (count, -1)), 0
@@ -281,7 +282,7 @@ def _(
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return replacements of the operators for images that are not channels last: the compiler fuses the copies."""
+    """Replacements for images that are not channels last: the compiler fuses the conversion into other kernels."""
     ops = torch.ops.bsam
 
     def of_one(operator: Any) -> Callable[..., Any]:
@@ -302,7 +303,7 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _convolve(*arguments: Any, **options: Any) -> Any:
-    """Compute `torch.conv2d` with our operators, if they support the arguments."""
+    """`torch.conv2d` with our operators, or NotImplemented where they do not support it."""
     convolution = Convolution(*arguments, **options)
     return convolution() if convolution.fits else NotImplemented
 

@@ -1,15 +1,15 @@
 """Convolutions with one set of weights per group, as implicit matrix products on tensor cores.
 
-Images are stored pixel by pixel: (groups, examples, height, width, channels), so that a tile of pixels of one group is
-a contiguous matrix. A program handles one group, a tile of pixels and a tile of output channels. It sums small matrix
+Images are stored pixel by pixel, (groups, examples, height, width, channels), so a tile of pixels of one group is a
+contiguous matrix. A program takes one group, a tile of pixels and a tile of output channels. It adds up small matrix
 products, each over some taps of the kernel and a block of input channels. With x, y and w of one group:
 
     forward   y[p, o]     =  sum over taps t, channels c of   x[p s + t - pad, c]       w[o, c, t]
     dgrad     dx[p, c]    =  sum over taps t, channels o of   dy[(p + pad - t) / s, o]   w[o, c, t]
     wgrad     dw[o, c, t] =  sum over pixels p of             dy[p, o]  x[p s + t - pad, c]
 
-The first two are one kernel (`TRANSPOSED`). The third cuts the pixels into chunks, and another kernel adds their sums:
-without atomic additions, results do not change from run to run.
+One kernel computes the first two (`TRANSPOSED`). The kernel of the third cuts the pixels into chunks, and another
+kernel adds up their partial sums. There are no atomic additions, so results do not change from run to run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, TRANSPOSED: tl.constexpr, TAPS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
-    # With a stride, only some taps of the transposed convolution reach a pixel, depending on its row and column.
-    # Pixels of one class, with the same remainders modulo the stride, share their taps and are computed together.
+    # In a transposed convolution with a stride, the row and the column of a pixel decide which taps reach it. Pixels
+    # with the same remainder modulo the stride share their taps, and are computed together.
     CLASSES: tl.constexpr = STRIDE * STRIDE if TRANSPOSED else 1
     STEP: tl.constexpr = STRIDE if TRANSPOSED else 1
     group = tl.program_id(1).to(tl.int64)
@@ -46,7 +46,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     p = tl.program_id(0) // CLASSES * BLOCK_P + tl.arange(0, BLOCK_P)
     here = p < images * height * width
     if out_height < STEP or out_width < STEP:
-        height, width = tl.maximum(height, 1), tl.maximum(width, 1)  # divisors, and a class may be empty
+        height, width = tl.maximum(height, 1), tl.maximum(width, 1)  # divisors must not be 0, but a class may be empty
     column = p % width * STEP + kind_column
     row = p // width % height * STEP + kind_row
     image = p // (width * height)
@@ -54,32 +54,32 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     taps_down = (SIZE - first_row + STEP - 1) // STEP
     taps_across = (SIZE - first_column + STEP - 1) // STEP
 
-    # The pixel of x is row0 + down, column0 + across, with down and across growing or falling from tap to tap.
+    # The pixel of x is (row0 + down, column0 + across); down and across grow or fall from tap to tap.
     if TRANSPOSED:
         row0, column0 = (row + PAD - first_row) // STRIDE, (column + PAD - first_column) // STRIDE
     else:
         row0, column0 = row * STRIDE - PAD, column * STRIDE - PAD
     SIGN: tl.constexpr = -1 if TRANSPOSED else 1
     if STRIDE == 1 and in_height == out_height and in_width == out_width:
-        origin = p - SIGN * PAD * (in_width + 1)  # the same, without rows and columns
+        origin = p - SIGN * PAD * (in_width + 1)  # the same value, without rows and columns
     else:
         origin = (image * in_height + row0) * in_width + column0
     from_x = x + (origin * IN)[:, None]
-    row0 = tl.where(here, row0, -SIZE)  # pixels beyond the end are outside of the image
+    row0 = tl.where(here, row0, -SIZE)  # pixels beyond the last count as outside
 
-    # A turn takes TAPS taps and a block of channels: K = TAPS x BLOCK_IN terms of the sum.
+    # One turn of the loop adds TAPS taps of a block of channels: K = TAPS x BLOCK_IN terms of the sum.
     o = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     k = tl.arange(0, TAPS * BLOCK_IN)
     BLOCKS: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
     total = tl.zeros((BLOCK_P, BLOCK_OUT), dtype=tl.float32)
     for turn in range((taps_down * taps_across + TAPS - 1) // TAPS * BLOCKS):
         c = turn % BLOCKS * BLOCK_IN + k % BLOCK_IN
-        tap = turn // BLOCKS * TAPS  # a number, or one number per term
+        tap = turn // BLOCKS * TAPS  # one number, or one number per term
         if TAPS > 1:
             tap = tap + (k // BLOCK_IN)[None, :]
         down, across = tap // taps_across, tap % taps_across
         i, j = row0[:, None] + SIGN * down, column0[:, None] + SIGN * across
-        inside = (i.to(tl.uint32) < in_height) & (j.to(tl.uint32) < in_width)  # negative indices become large
+        inside = (i.to(tl.uint32) < in_height) & (j.to(tl.uint32) < in_width)  # as unsigned, a negative number is large
         used = (tap < taps_down * taps_across) & (c < IN)[None, :]
         at = SIGN * (down * in_width + across) * IN + c[None, :]
         xs = tl.load(from_x + at, mask=inside & used, other=0.0)
@@ -88,7 +88,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
             tap = tap + (k // BLOCK_IN)[:, None]
         of = (first_row + tap // taps_across * STEP) * SIZE + first_column + tap % taps_across * STEP
         used = (tap < taps_down * taps_across) & (c < IN)[:, None] & (o < OUT)[None, :]
-        # w is [of, outputs, inputs], whichever of the two are the channels of x.
+        # w is always [of, outputs, inputs]; the channels of x are the inputs, or with TRANSPOSED the outputs.
         at = c[:, None] * OUT + o[None, :] if TRANSPOSED else c[:, None] + o[None, :] * IN
         ws = tl.load(w + of * (IN * OUT) + at, mask=used, other=0.0)
         total = tl.dot(xs, ws, total, input_precision=PRECISION)
@@ -104,7 +104,7 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr, TAPS: tl.constexpr, WIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
-    # A program handles TAPS taps, padded to WIDE, and a block of input and of output channels.
+    # A program takes TAPS taps, padded to WIDE, and a block of input and of output channels.
     TILES: tl.constexpr = SIZE * SIZE // TAPS
     BLOCKS: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
     part, group, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -126,10 +126,10 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
         here = p < end
         row0, column0 = p // out_width % out_height * STRIDE - PAD, p % out_width * STRIDE - PAD
         if STRIDE == 1 and in_height == out_height and in_width == out_width:
-            origin = p - PAD * (in_width + 1)  # the same, without rows and columns
+            origin = p - PAD * (in_width + 1)  # the same value, without rows and columns
         else:
             origin = (p // (out_width * out_height) * in_height + row0) * in_width + column0
-        row0 = tl.where(here, row0, -SIZE)  # pixels beyond the end are outside of the image
+        row0 = tl.where(here, row0, -SIZE)  # pixels beyond the last count as outside
         i, j = row0[:, None] + down, column0[:, None] + across
         inside = (i.to(tl.uint32) < in_height) & (j.to(tl.uint32) < in_width) & used[None, :]
         xs = tl.load(x + (origin * IN)[:, None] + at, mask=inside, other=0.0)
@@ -145,7 +145,7 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
 def _sum_kernel(  # type: ignore[no-untyped-def]
     parts, dw, chunks, pairs, numel, TAPS: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # Pairs of an output and an input channel of one group: read tap by tap, written pair by pair.
+    # A pair is an output and an input channel of one group. Reads are tap by tap, writes are pair by pair.
     pair, tap = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
     group = tl.program_id(1).to(tl.int64)
     at = parts + (group * TAPS + tap)[:, None] * pairs + pair[None, :]
@@ -163,21 +163,21 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 def gather_blocks(
     num_in: int, num_out: int, size: int, all_taps: int, itemsize: int
 ) -> tuple[int, int, int, int, int, int]:
-    """Return taps, pixels, input and output channels of one tile, warps and pipeline stages.
+    """Taps, pixels, input and output channels of one tile, warps and pipeline stages.
 
     The tiles of all stages fit into the shared memory of GPUs that have 99 KB, where a pipeline of three stages has two
-    buffers, and of Hopper, where it has three.
+    buffers, and of Hopper, where it has three buffers.
 
     Args:
-        num_in: Channels of the image that is read.
-        num_out: Channels of the image that is written.
-        size: Height and width of the convolution's kernel.
+        num_in: Channels of the images that are read.
+        num_out: Channels of the images that are written.
+        size: Size of the convolution's kernel.
         all_taps: Largest number of taps that reach a pixel.
         itemsize: Bytes per element.
     """
     block_out = min(128, max(16, power_of_2(num_out)))
     block_in = min(128 // itemsize if block_out == 128 else 64, power_of_2(num_in))
-    # With few channels, take several taps at once: otherwise the matrix products would be too short.
+    # Several taps at once if there are few channels; otherwise the matrix products would be too short.
     taps = max(1, min(16 // block_in, power_of_2(size * size)))
     block_in = max(block_in, 16 // taps)
     turns = triton.cdiv(all_taps, taps) * triton.cdiv(num_in, block_in)
@@ -188,7 +188,7 @@ def gather_blocks(
 def gather_convolution(
     x: Tensor, w: Tensor, y: Tensor, *, stride: int, padding: int, transposed: bool, precision: str
 ) -> None:
-    """Write the convolution of x with w into y, or with `transposed` its gradient with respect to the input.
+    """Write the convolution of x with w into y, or, with `transposed`, the gradient with respect to its input.
 
     Args:
         x: Images (groups x examples, channels, height, width), channels last; with `transposed` the gradient.
@@ -196,7 +196,7 @@ def gather_convolution(
         y: The output, channels last in memory.
         stride: Stride of the convolution.
         padding: Padding of the convolution.
-        transposed: See above.
+        transposed: Whether to compute the gradient with respect to the input.
         precision: Precision of float32 products: "tf32" or "ieee".
     """
     groups, size, _, *channels = w.shape
@@ -209,7 +209,7 @@ def gather_convolution(
     )
     others = classes * classes * groups * triton.cdiv(num_out, block_out)
     while block_p > 64 and triton.cdiv(pixels, block_p) * others < 128:
-        block_p //= 2  # smaller tiles, because a large GPU has about 128 multiprocessors
+        block_p //= 2  # smaller tiles for few pixels: a large GPU has about 128 multiprocessors
     grid = (triton.cdiv(pixels, block_p) * classes * classes, groups, triton.cdiv(num_out, block_out))
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _gather_kernel[grid](
@@ -220,7 +220,7 @@ def gather_convolution(
 
 
 def weight_blocks(block_out: int, itemsize: int) -> tuple[int, int, int]:
-    """Return pixels of one tile, warps and pipeline stages."""
+    """Pixels of one tile, warps and pipeline stages."""
     return 128 // itemsize, 4 if block_out >= 64 else 2, 3
 
 
@@ -230,7 +230,7 @@ def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: 
     Args:
         x: Inputs of the convolution, channels last in memory.
         dy: Gradient with respect to its outputs, channels last in memory.
-        dw: The output: (chunks, groups, size, size, outputs, inputs).
+        dw: The output, (chunks, groups, size, size, outputs, inputs).
         stride: Stride of the convolution.
         padding: Padding of the convolution.
         precision: Precision of float32 products: "tf32" or "ieee".
@@ -250,7 +250,7 @@ def weight_gradient(x: Tensor, dy: Tensor, dw: Tensor, *, stride: int, padding: 
 
 
 def sum_blocks(pairs: int) -> tuple[int, int]:
-    """Return pairs of channels of one tile, and warps."""
+    """Pairs of channels of one tile, and warps."""
     return (16, 4) if pairs < 4096 else (64, 4) if pairs < 32768 else (128, 4)
 
 
@@ -258,8 +258,8 @@ def sum_weight_gradient(parts: Tensor, dw: Tensor) -> None:
     """Write the sum of the chunks into dw, in torch's order.
 
     Args:
-        parts: From `weight_gradient`.
-        dw: (groups, outputs, inputs, size, size), contiguous.
+        parts: The result of `weight_gradient`.
+        dw: The output, (groups, outputs, inputs, size, size), contiguous.
     """
     chunks, groups, size, _, num_out, num_in = parts.shape
     pairs, taps = num_out * num_in, size * size

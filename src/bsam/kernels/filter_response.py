@@ -1,21 +1,21 @@
 """Filter response normalisation (Singh and Krishnan, 2020) and its derivative, each in one pass over memory on CUDA.
 
-With the bias of the convolution before it, the shortcut `skip` after it, and sums over the pixels of one channel of
-one example:
+The formulas include the bias of the convolution before it and the addition of a shortcut after it. Means and sums run
+over the pixels of one channel of one example:
 
     r = 1 / sqrt(mean((x + bias)^2) + eps),   v = (x + bias) r,   y = gamma v + beta,   z = max(y, tau) + skip
 
-and, with dy = dz where y > tau (half of it where they are equal),
+and, with dy = dz where y > tau, and half of dz where they are equal,
 
     dx     =  gamma r (dy - v sum(dy v) / pixels)
     dgamma =  sum(dy v),   dbeta = sum(dy),   dtau = sum(dz - dy),   dbias = sum(dx)      (and over the examples)
 
-All derivatives share a few sums, which automatic differentiation would not find. Everything is computed in float32, or
-in float64 for float64 inputs.
+All derivatives use the same few sums, which automatic differentiation does not find. Everything is computed in float32,
+or in float64 for float64 inputs.
 
-The two operators here are these formulas on the CPU and one kernel each on CUDA. Under vmap over the weights, images
-are (groups x examples, channels, height, width), as in `bsam.kernels.convolution`, and bias, gamma, beta and tau are
-(groups, channels).
+The two operators evaluate these formulas on the CPU, and are one kernel each on CUDA. Under vmap over the weights,
+images are (groups x examples, channels, height, width), as in `bsam.kernels.convolution`, and bias, gamma, beta and tau
+are (groups, channels).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Vectors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def normalise(x: Tensor, vectors: Vectors, skip: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute z, in the type of x, and r.
+    """Return z, in the dtype of x, and r.
 
     Args:
         x: (examples, channels, height, width).
         vectors: bias, gamma, beta and tau, (channels) each.
-        skip: Like x, or None.
-        eps: See above.
+        skip: A tensor like x that is added, or None.
+        eps: Constant under the square root.
     """
     if _has_kernels(x):
         z, r = torch.ops.bsam.filter_response(x, *(t[None] for t in vectors), skip, eps)
@@ -54,8 +54,8 @@ def normalise(x: Tensor, vectors: Vectors, skip: Tensor | None, eps: float) -> t
 
 
 def normalise_backward(dz: Tensor, x: Tensor, vectors: Vectors, r: Tensor) -> tuple[Tensor, Vectors]:
-    """Compute the derivatives with respect to x, in its type, and to bias, gamma, beta and tau."""
-    if _has_kernels(x) and not torch.is_grad_enabled():  # the kernel has no derivative of its own
+    """Return the derivatives with respect to x, in its dtype, and to bias, gamma, beta and tau."""
+    if _has_kernels(x) and not torch.is_grad_enabled():  # the kernel itself has no derivative
         dx, sums = torch.ops.bsam.filter_response_backward(dz, x, *(t[None] for t in vectors), r)
     else:
         dx, sums = _backward(dz, x, vectors, r)
@@ -72,7 +72,7 @@ def _forward(x: Tensor, vectors: Vectors, skip: Tensor | None, eps: float) -> tu
 
 
 def _backward(dz: Tensor, x: Tensor, vectors: Vectors, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute dx, and the sums over the pixels of dbias, dgamma, dbeta and dtau: (examples, 4, channels)."""
+    """Return dx, and the sums over the pixels of dbias, dgamma, dbeta and dtau: (examples, 4, channels)."""
     bias, gamma, beta, tau = _spread(vectors, len(x))
     dz, v = _widened(dz), (_widened(x) + bias) * r
     above = gamma * v + beta - tau
@@ -88,7 +88,7 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def _spread(vectors: Vectors, examples: int) -> Vectors:
-    """Reshape to (channels, 1, 1), or repeat per example: (groups x examples, channels, 1, 1)."""
+    """Reshape to (channels, 1, 1), or repeat per example of a group: (groups x examples, channels, 1, 1)."""
     bias, gamma, beta, tau = (
         (t if t.dim() == 1 else t.repeat_interleave(examples // len(t), 0))[..., None, None] for t in vectors
     )
@@ -101,7 +101,7 @@ def _has_kernels(x: Tensor) -> bool:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Return the image with a constant distance between its pixels in memory."""
+    """Return the image with a constant stride between its pixels."""
     flat = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
     return x if flat else x.contiguous(memory_format=torch.channels_last)
 
@@ -147,7 +147,7 @@ def _laid_out_as(x: Tensor, t: Tensor) -> Tensor:
 
 
 def _joined_vectors(vectors: list[Tensor], dims: tuple[int | None, ...], count: int) -> list[Tensor]:
-    """Return bias, gamma, beta and tau for joined images; unchanged if all images belong to one group."""
+    """Join bias, gamma, beta and tau like the images; unchanged if all images are examples of one group."""
     if len(vectors[0]) == 1 and all(dim is None for dim in dims):
         return vectors
     return [joined(t, dim, count) for t, dim in zip(vectors, dims, strict=True)]
@@ -210,7 +210,7 @@ def _(info: Any, dims: Any, dz: Tensor, x: Tensor, *rest: Tensor) -> Any:
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return replacements of the operators that convert layouts before them, so that the compiler fuses the copies."""
+    """Replacements where an operator would convert a layout: the compiler fuses the conversion into other kernels."""
     ops = torch.ops.bsam
 
     def filter_response(x: Tensor, *rest: Any) -> Any:

@@ -1,6 +1,6 @@
 """Filter response normalisation and its derivative as one kernel each; see `bsam.kernels.filter_response`.
 
-A program handles some channels of one example.
+A program takes some channels of one example.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _load_vector(start, offset, c, channels):  # type: ignore[no-untyped-def]
 def _mask(  # type: ignore[no-untyped-def]
     p, c, pixels: tl.constexpr, channels: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # The elements of a tile that are inside the image: a constant if all are.
+    # Which elements of a tile exist. The mask is a constant if all of them do.
     mask = tl.full((ROWS, BLOCK), True, tl.int1)
     if pixels % ROWS != 0:
         mask &= p < pixels
@@ -41,7 +41,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     EXAMPLES: tl.constexpr, PIXEL_STRIDE: tl.constexpr, CHANNEL_STRIDE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
-    # Reads x twice, the second time from the cache: many programs run at once, and hide each other's latency.
+    # Reads x twice, the second time from the cache. Many programs fit on the device and hide each other's waiting.
     example = tl.program_id(0).to(tl.int64)
     group = example // EXAMPLES
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -101,7 +101,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     inner = g * root * (dy - v * (of_dyv / pixels)[None, :])
     tl.store(dx + at, inner.to(dx.dtype.element_ty), mask=mask)
     to = sums + example * 4 * channels + c
-    scale = tl.sum(g * root, 0)  # sums over one row: removes the first dimension
+    scale = tl.sum(g * root, 0)  # a sum over one row, which removes the first dimension
     tl.store(to, scale * (of_dy - of_v * (of_dyv / pixels)), mask=here)
     tl.store(to + channels, of_dyv, mask=here)
     tl.store(to + 2 * channels, of_dy, mask=here)
@@ -109,7 +109,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def forward(x: Tensor, vectors: Vectors, skip: Tensor | None, eps: float, z: Tensor, r: Tensor) -> None:
-    """Write z, which has the strides of x and skip, and r."""
+    """Compute z and r. z has the strides of x and skip."""
     pixels = x.shape[2] * x.shape[3]
     rows, block = min(256, max(64, power_of_2(pixels) // 2)), min(32, power_of_2(x.shape[1]))
     grid, sizes = _sizes(x, vectors, rows, block)
@@ -128,7 +128,7 @@ def forward(x: Tensor, vectors: Vectors, skip: Tensor | None, eps: float, z: Ten
 
 
 def backward(dz: Tensor, x: Tensor, vectors: Vectors, r: Tensor, dx: Tensor, sums: Tensor) -> None:
-    """Write dx, which has the strides of x and dz, and the sums over the pixels."""
+    """Compute dx and the sums over the pixels. dx has the strides of x and dz."""
     rows = power_of_2(x.shape[2] * x.shape[3])
     block = min(32, max(8, 16384 // rows), power_of_2(x.shape[1]))
     grid, sizes = _sizes(x, vectors, rows, block)
@@ -143,7 +143,7 @@ def _rows(vectors: Vectors) -> list[Tensor | int]:
 
 
 def _sizes(x: Tensor, vectors: Vectors, rows: int, block: int) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Return the grid for tiles of `rows` pixels and `block` channels, and the kernels' sizes and strides."""
+    """The grid of programs with `rows` pixels and `block` channels each, and their size and stride arguments."""
     examples, channels, height, width = x.shape
     pixels = height * width
     strides = (channels, 1) if x.is_contiguous(memory_format=torch.channels_last) else (1, pixels)

@@ -1,7 +1,7 @@
 """BatchNorm as plain formulas, in training mode with the derivative in closed form.
 
-Under vmap, torch's version joins the sets of weights with the channels, which needs layout conversions in the whole
-network. In training mode, with means over the examples and pixels of one channel,
+Under vmap, torch's own BatchNorm joins the sets of weights with the channels, which needs layout conversions in the
+whole network. In training mode, with means over the examples and pixels of one channel,
 
     m = mean(x),   r = 1 / sqrt(mean((x - m)^2) + eps),   v = (x - m) r,   y = gamma v + beta
 
@@ -33,7 +33,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Like `torch.nn.functional.batch_norm`: training moves the running statistics in place, evaluation reads them."""
+    """Like `torch.nn.functional.batch_norm`: training updates the running statistics in place, evaluation uses them."""
     channels = x.shape[1]
     gamma = x.new_ones(channels, dtype=_wide(x)) if weight is None else weight
     beta = x.new_zeros(channels, dtype=_wide(x)) if bias is None else bias
@@ -95,7 +95,7 @@ def _spread(vector: Tensor, x: Tensor) -> Tensor:
 def _normalise(
     x: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, *rest: Any, **options: Any
 ) -> Any:
-    """Compute `torch.nn.functional.batch_norm`, except where torch would raise."""
+    """`torch.nn.functional.batch_norm` with our formulas, or NotImplemented where torch must raise an error."""
     possible = x.numel() > x.shape[1] if options["training"] else running_mean is not None
     return batch_norm(x, running_mean, running_var, *rest, **options) if possible else NotImplemented
 

@@ -1,4 +1,4 @@
-"""ASAM: SAM whose ball grows with the weights, so that rescaled weights have the same neighbourhood.
+"""ASAM: SAM whose ball scales with the weights, so that rescaled weights have the same neighbourhood.
 
 Kwon, Kim, Park and Choi (2021), "ASAM: Adaptive Sharpness-Aware Minimization for Scale-Invariant Learning of Deep
 Neural Networks", ICML; Algorithm 1 with the element-wise operator T and the norm p = 2.
@@ -15,12 +15,12 @@ Neural Networks", ICML; Algorithm 1 with the element-wise operator T and the nor
 | rho, eta | `rho`, `eta` |
 | lambda | `weight_decay` of the base optimizer |
 
-Where this differs from print, and why:
+Where this differs from the printed algorithm, and why:
 
-- The minibatch may be cut into parts, each with a perturbation of its own, as in the other methods.
-- All parameters that are perturbed have the operator, biases too, and the norm runs over all of them.
+- The minibatch may be cut into parts with separate perturbations, as in the other methods.
+- The operator applies to all perturbed parameters, also to biases, and the norm runs over all of them.
 
-State: the base optimizer's own, as in `bsam.optim.sam`, from which all but T comes. T = 1 is SAM.
+State: that of the base optimizer, as in `bsam.optim.sam`. Everything but T comes from there; T = 1 is SAM.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ class ASAM(SAM):
 
     Args:
         params: Parameters, named parameters, or groups of them. A group may override `rho`, `eta` and every option of
-            the base optimizer, and say `perturb=False` to be left out of the adversarial step.
-        base_optimizer: A torch optimizer class, or a function that makes one: called with the groups and
-            `base_kwargs`.
-        rho: Radius of the ball, in units of |omega| + eta: about 10 times SAM's (0.5 to 2).
-        eta: Added to the absolute values of the weights, so that those at 0 are perturbed too.
-        splits: Into how many parts each minibatch is cut, each with a perturbation of its own (m-sharpness).
-            Not gradient accumulation: it changes the method.
-        nonfinite: `"raise"` stops at a loss or gradient that is not finite, `"skip"` leaves the step out and counts
-            it in `skipped_steps` (here at the price of one look at the device a step).
+            the base optimizer, and set `perturb=False` to be left out of the adversarial step.
+        base_optimizer: A torch optimizer class, or a function that makes an optimizer. It is called with the groups
+            and `base_kwargs`.
+        rho: Radius of the ball, in units of |omega| + eta. Good values are about 10 times SAM's (0.5 to 2).
+        eta: Constant that is added to the absolute values of the weights, so that weights at 0 are perturbed too.
+        splits: Number of parts of each minibatch. Each part has its own perturbation (m-sharpness). This is not
+            gradient accumulation: it changes the method.
+        nonfinite: `"raise"` raises at a loss or gradient that is not finite. `"skip"` skips the step and counts it
+            in `skipped_steps` (here this costs one synchronisation with the device per step).
         max_grad_norm: Clips the norm of g_eps, the averaged gradient at the perturbed weights.
-        module: The model. Lets the optimizer handle BatchNorm, compute the splits together, and name parameters in
-            messages.
-        batch_norm: Which passes move BatchNorm's running statistics, see `bsam.batch_norm`.
-        vectorise: True: the splits are computed together by vmap, or an error. False: in a loop, with the same
-            numbers. None: together on a GPU, and in a loop, with one warning that says why, where that fails.
-        process_group: Ranks as further splits, see the page on distributed training.
+        module: The model. With it, the optimizer can handle BatchNorm, compute the splits together, and name
+            parameters in messages.
+        batch_norm: Which passes update BatchNorm's running statistics, see `bsam.batch_norm`.
+        vectorise: True computes the splits together by vmap, or raises. False computes them in a loop, with the same
+            numbers. None computes them together on a GPU, and falls back to a loop with one warning that says why.
+        process_group: The ranks that act as further splits; see the page on distributed training.
         base_kwargs: Options of the base optimizer.
 
     Examples:

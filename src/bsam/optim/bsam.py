@@ -17,26 +17,26 @@ several splits, the listing of appendix E.4 ("bSAM algorithm with m-sharpness").
 | paper | here |
 |---|---|
 | omega, theta | the module's weights; a sample of them |
-| s | `unit_precision`: precision for one example; the posterior's is N s |
+| s | `unit_precision`: precision per example; the posterior's precision is N s |
 | N | `num_data * augmentation_factor` |
 | delta | `prior_precision / N` |
 | alpha, (beta1, beta2) | `lr`, `betas` |
 | rho, gamma, m | `rho`, `damping`, `splits` |
 
-Where this differs from print, and why:
+Where this differs from the printed algorithm, and why:
 
 - The paper prints three places for the second gradient (line 6): omega + eps in Algorithm 1, theta + eps in the
   derivation, and omega + e_k in the listing of appendix E.4, whose line 5 also leaves rho out. The default,
-  `perturb_from="sample"`, is the derivation's: each split keeps its noise. `"mean"` is Algorithm 1 as printed, and as
-  the authors' code has it. docs/algorithm.md says which numbers each of them gives.
-- `curvature="mean_abs"` (the default, as the authors' code) averages |g_k| over the splits; `"abs_mean"` takes the
+  `perturb_from="sample"`, is the derivation's: each split keeps its noise. `"mean"` is Algorithm 1 as printed and as in
+  the authors' code. docs/algorithm.md compares the numbers of both.
+- `curvature="mean_abs"` (the default, as in the authors' code) averages |g_k| over the splits. `"abs_mean"` takes the
   absolute value of the average, as printed. They agree for one split.
-- The printed order of lines 8 and 9 is kept: omega moves with the new s (the authors' code: with the old one).
-- The derivation has sqrt(N s) |g| in line 8; algorithm and code have sqrt(s) |g|, "because it performed better".
-  On a quadratic with curvature h and exact gradients the stationary s is therefore delta + gamma + h sqrt(2 / (pi N)),
-  not delta + h; docs/algorithm.md has it with the noise of minibatches.
-- Neither print nor code corrects the bias of the averages; s starts at `init_precision`.
-- Sub-batches count by their size, so that ragged ones give the mean over all examples.
+- The printed order of lines 8 and 9 is kept: omega moves with the new s. In the authors' code it moves with the old s.
+- The derivation has sqrt(N s) |g| in line 8. Algorithm and code have sqrt(s) |g|, "because it performed better". On a
+  quadratic with curvature h and exact gradients, the stationary s is therefore delta + gamma + h sqrt(2 / (pi N)), not
+  delta + h. docs/algorithm.md has the formula with the noise of minibatches.
+- Neither the paper nor the code corrects the bias of the averages; s starts at `init_precision`.
+- Sub-batches are weighted by their size, so that parts of different size give the mean over all examples.
 
 State of a parameter: `momentum` (g_m), `unit_precision` (s) and `step`; float32 for 16-bit weights.
 """
@@ -59,12 +59,12 @@ __all__ = ["BSAM", "curvature", "perturbed", "update"]
 
 
 def perturbed(weights: Tensor, g: Tensor, s: Tensor, rho: float | Tensor, *, in_place: bool = False) -> Tensor:
-    """The weights plus eps, where the adversarial step eps is SAM's with a vector in place of the norm."""
+    """The weights plus the adversarial step eps, which is SAM's step with a vector instead of the norm."""
     return plus_quotient(weights, g, s, rho, into_a=in_place)  # line 5
 
 
 def curvature(abs_g: Tensor, s: Tensor) -> Tensor:
-    """The curvature h = sqrt(s) |g|: the optimal precision b* of the biconjugate, appendix E.1."""
+    """The curvature h = sqrt(s) |g|, the optimal precision b* of the biconjugate (appendix E.1)."""
     return s.sqrt().mul_(abs_g)  # line 8
 
 
@@ -93,37 +93,37 @@ class BSAM(GaussianOptimizer):
 
     Args:
         params: Parameters, named parameters, or groups of them. A group may override `lr`, `rho`,
-            `prior_precision`, `betas` and `damping`, and say `perturb=False` (no adversarial step) or
+            `prior_precision`, `betas` and `damping`, and set `perturb=False` (no adversarial step) or
             `sample=False` (no noise; its posterior is a point).
-        lr: Learning rate alpha. The step is g / s with s well below 1, not g / sqrt(s): values that suit SGD suit
-            bSAM (0.1 to 1), Adam's are about 100 times too small.
-        num_data: Number of training examples, the N of the loss's sum. With the mean loss of each batch it sets
-            how certain the posterior is.
+        lr: Learning rate alpha. The step is g / s with s well below 1, not g / sqrt(s). Values that suit SGD suit
+            bSAM (0.1 to 1); Adam's values are about 100 times too small.
+        num_data: Number of training examples. The loss of a batch is a mean, and the posterior needs the sum over all
+            examples, so this number sets how certain the posterior is.
         rho: Size of the adversarial step.
         prior_precision: Precision of the Gaussian prior on the weights (N delta in the paper). It also acts as weight
             decay of strength prior_precision / N on all parameters.
-        betas: Decay of the average gradient and of the precision. Use beta2 = 0.99 for runs of a few hundred
-            steps: the precision starts at `init_precision` and forgets it in about 1 / (1 - beta2) steps.
-        damping: Added to the curvature (gamma).
-        init_precision: Where `unit_precision` starts.
-        augmentation_factor: How many times augmentation enlarges the data set (the paper uses 4 for crops and flips):
-            N is num_data * augmentation_factor.
-        splits: Into how many parts each minibatch is cut, each with a noise and a perturbation of its own
-            (m-sharpness; the paper uses 8). Not gradient accumulation: it changes the method.
-        perturb_from: Where the adversarial step of a split starts: `"sample"`, at the weights that were sampled for its
-            first gradient, or `"mean"`, at the mean, as Algorithm 1 prints it.
+        betas: Decay of the averages of the gradient and of the precision. Use beta2 = 0.99 for runs of a few hundred
+            steps: the precision starts at `init_precision` and forgets this value in about 1 / (1 - beta2) steps.
+        damping: Constant gamma that is added to the curvature.
+        init_precision: First value of `unit_precision`.
+        augmentation_factor: The factor by which augmentation enlarges the data set (the paper uses 4 for crops and
+            flips): N is num_data * augmentation_factor.
+        splits: Number of parts of each minibatch. Each part has its own noise and perturbation (m-sharpness; the paper
+            uses 8). This is not gradient accumulation: it changes the method.
+        perturb_from: Where the adversarial step of a split starts. `"sample"`: at the weights that were sampled for its
+            first gradient. `"mean"`: at the mean, as Algorithm 1 prints it.
         curvature: `"mean_abs"`, the mean of |g_k| over the splits, or `"abs_mean"`, |mean of g_k|.
-        sample_noise: False leaves out line 3, the paper's "bSAM w/o noise".
-        nonfinite: `"raise"` stops at a loss or gradient that is not finite, `"skip"` leaves the step out and counts
-            it in `skipped_steps`.
+        sample_noise: False leaves line 3 out, which is the paper's "bSAM w/o noise".
+        nonfinite: `"raise"` raises at a loss or gradient that is not finite. `"skip"` skips the step and counts it
+            in `skipped_steps`.
         max_grad_norm: Clips the norm of g_eps, the averaged gradient at the perturbed weights (line 6), before the
             prior is added. The first gradients (line 4) are not clipped.
-        module: The model. Lets the optimizer handle BatchNorm, compute the splits together, and name parameters in
-            messages.
-        batch_norm: Which passes move BatchNorm's running statistics, see `bsam.batch_norm`.
-        vectorise: True: the splits are computed together by vmap, or an error. False: in a loop, with the same
-            numbers. None: together on a GPU, and in a loop, with one warning that says why, where that fails.
-        process_group: Ranks as further splits, see the page on distributed training.
+        module: The model. With it, the optimizer can handle BatchNorm, compute the splits together, and name
+            parameters in messages.
+        batch_norm: Which passes update BatchNorm's running statistics, see `bsam.batch_norm`.
+        vectorise: True computes the splits together by vmap, or raises. False computes them in a loop, with the same
+            numbers. None computes them together on a GPU, and falls back to a loop with one warning that says why.
+        process_group: The ranks that act as further splits; see the page on distributed training.
         seed: Seed of the noise.
 
     Examples:
@@ -216,13 +216,13 @@ class BSAM(GaussianOptimizer):
             g, start = grad_at.with_weights(theta)  # line 4
         else:
             g, start = grad_at(theta), [slot.mean for slot in slots]
-        # Counted before the second pass, to need its memory once, and as a copy: DistributedDataParallel may write
-        # the next gradients where g lies.
+        # Added before the second pass, so that its memory is needed once, and as a copy: DistributedDataParallel may
+        # write the next gradients into the memory of g.
         if self._option("curvature") == "mean_abs":
             tally.add_abs("first_gradient", g)
         else:
             tally.add("first_gradient", (t.clone() for t in g))
-        worse = (  # line 5, made one by one as the weights are written
+        worse = (  # line 5, computed one by one while the weights are written
             perturbed(
                 at.to(slot.mean.dtype).to(slot.dtype),  # a loop has rounded the sample to the type of the weights
                 g_i,

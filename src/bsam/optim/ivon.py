@@ -1,4 +1,4 @@
-"""IVON: variational inference whose Hessian is learned from one gradient at a sample of the weights.
+"""IVON: variational inference that learns the Hessian from one gradient at a sample of the weights.
 
 Shen, Daheim, Cong, Nickl, Marconi, Bazan, Yokota, Gurevych, Cremers, Khan and Möllenhoff (2024), "Variational Learning
 is Effective for Large Deep Networks", ICML; Algorithm 1.
@@ -17,22 +17,22 @@ is Effective for Large Deep Networks", ICML; Algorithm 1.
 | paper | here |
 |---|---|
 | m, theta | the module's weights; a sample of them |
-| h, h_0 | `hessian`, which may be negative where h + delta is not; `initial_hessian` |
+| h, h_0 | `hessian`, which may be negative as long as h + delta is positive; `initial_hessian` |
 | lambda | N = `num_data * augmentation_factor` |
 | delta, the weight decay | `prior_precision / N` |
 | alpha, (beta1, beta2) | `lr`, `betas` |
 | K | `splits` |
 
-Where this differs from print, and why:
+Where this differs from the printed algorithm, and why:
 
-- The paper draws several samples for the whole minibatch. Here each sample has a part of it, as in the other methods:
-  K samples cost one pass over the minibatch. A minibatch that is handed over K times is the paper's form.
-- The paper multiplies the learning rate by h_0 + delta where it says so ("optional"), and so does the authors' package
-  by default. Here alpha is what line 9 says: a rate of theirs, times h_0 + delta, is ours.
-- The paper clips the preconditioned step for some tasks. `clip_radius` does, each element of (g_bar + delta m) / (h +
-  delta) by itself; by default nothing is clipped.
-- A group with `sample=False` has no noise, and without noise line 5 says nothing: its h stays at h_0.
-- Parts count by their size, so that ragged ones give the mean over all examples.
+- The paper draws several samples for the whole minibatch. Here each sample has a part of the minibatch, as in the other
+  methods, so K samples cost one pass over it. A batch that contains the minibatch K times gives the paper's form.
+- The paper optionally multiplies the learning rate by h_0 + delta, and the authors' package does so by default. Here
+  alpha is the rate of line 9: multiply a rate of theirs by h_0 + delta to get ours.
+- The paper clips the preconditioned step for some tasks. `clip_radius` clips each element of (g_bar + delta m) / (h +
+  delta) separately; by default nothing is clipped.
+- A group with `sample=False` has no noise. Without noise, line 5 gives no estimate, and h stays at h_0.
+- Parts are weighted by their size, so that parts of different size give the mean over all examples.
 
 State of a parameter: `momentum` (g), `hessian` (h) and `step` (t); float32 for 16-bit weights.
 """
@@ -55,7 +55,7 @@ __all__ = ["IVON", "hessian_estimate", "new_hessian", "unit_precision", "update"
 
 
 def unit_precision(h: Tensor, delta: float | Tensor) -> Tensor:
-    """1 / (N sigma^2)."""
+    """The precision per example, 1 / (N sigma^2)."""
     return h + delta  # line 3
 
 
@@ -65,7 +65,7 @@ def hessian_estimate(g: Tensor, theta: Tensor, m: Tensor, precision: Tensor) -> 
 
 
 def new_hessian(h: Tensor, h_hat: Tensor, beta2: float | Tensor, delta: float | Tensor) -> Tensor:
-    """The average h. Its last term keeps h + delta positive: it is never below half of what it was."""
+    """The new average h. Its last term keeps h + delta positive: it is never below half of its old value."""
     x = (h_hat - h) * (1 - beta2)
     return h + x + x.square() / (2 * unit_precision(h, delta))  # line 7
 
@@ -102,32 +102,34 @@ class IVON(GaussianOptimizer):
 
     Args:
         params: Parameters, named parameters, or groups of them. A group may override `lr`, `prior_precision`, `betas`
-            and `clip_radius`, and say `sample=False` (no noise; its posterior is a point, and its Hessian stays at
+            and `clip_radius`, and set `sample=False` (no noise; its posterior is a point, and its Hessian stays at
             `initial_hessian`).
         lr: Learning rate alpha. The step is g / (h + delta): rates are about `initial_hessian` times those of SGD.
-        num_data: Number of training examples, the N of the loss's sum. With the mean loss of each batch it sets
-            how certain the posterior is.
+        num_data: Number of training examples. The loss of a batch is a mean, and the posterior needs the sum over all
+            examples, so this number sets how certain the posterior is.
         prior_precision: Precision of the Gaussian prior on the weights (N delta in the paper). It also acts as weight
             decay of strength prior_precision / N on all parameters.
-        betas: Decay of the average gradient and of the Hessian. The paper's beta2 = 0.99999 is for runs of 100,000
-            steps and more; use 0.999 for some thousand steps.
-        initial_hessian: Where `hessian` starts. The first samples have the standard deviation
-            1 / sqrt(N initial_hessian + prior_precision): too small a value, and training starts in noise.
-        augmentation_factor: How many times augmentation enlarges the data set: N is num_data * augmentation_factor.
-        splits: Into how many parts each minibatch is cut, each with a weight sample of its own. Not gradient
+        betas: Decay of the averages of the gradient and of the Hessian. The paper's beta2 = 0.99999 is for runs of
+            100,000 steps and more; use 0.999 for some thousand steps.
+        initial_hessian: First value of `hessian`. The first samples have the standard deviation
+            1 / sqrt(N initial_hessian + prior_precision). If the value is too small, the noise of the first steps is
+            too large to learn.
+        augmentation_factor: The factor by which augmentation enlarges the data set: N is num_data *
+            augmentation_factor.
+        splits: Number of parts of each minibatch. Each part has its own weight sample. This is not gradient
             accumulation: it changes the method.
         clip_radius: Largest absolute value of an element of the preconditioned step (g_bar + delta m) / (h + delta),
-            before it is multiplied by `lr`. None clips nothing.
-        nonfinite: `"raise"` stops at a loss or gradient that is not finite, `"skip"` leaves the step out and counts
-            it in `skipped_steps`.
+            before the step is multiplied by `lr`. None clips nothing.
+        nonfinite: `"raise"` raises at a loss or gradient that is not finite. `"skip"` skips the step and counts it
+            in `skipped_steps`.
         max_grad_norm: Clips the norm of g_hat, the averaged gradient (line 4), before the prior is added. The estimate
-            of the Hessian is made of gradients that are not clipped.
-        module: The model. Lets the optimizer handle BatchNorm, compute the splits together, and name parameters in
-            messages.
-        batch_norm: Which passes move BatchNorm's running statistics, see `bsam.batch_norm`.
-        vectorise: True: the splits are computed together by vmap, or an error. False: in a loop, with the same
-            numbers. None: together on a GPU, and in a loop, with one warning that says why, where that fails.
-        process_group: Ranks as further splits, see the page on distributed training.
+            of the Hessian uses gradients that are not clipped.
+        module: The model. With it, the optimizer can handle BatchNorm, compute the splits together, and name
+            parameters in messages.
+        batch_norm: Which passes update BatchNorm's running statistics, see `bsam.batch_norm`.
+        vectorise: True computes the splits together by vmap, or raises. False computes them in a loop, with the same
+            numbers. None computes them together on a GPU, and falls back to a loop with one warning that says why.
+        process_group: The ranks that act as further splits; see the page on distributed training.
         seed: Seed of the noise.
 
     Examples:
@@ -192,7 +194,7 @@ class IVON(GaussianOptimizer):
         return unit_precision(slot.state["hessian"], self._letters(slot.group)["delta"])
 
     def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
-        sampled = list(theta)  # line 3; kept, because 16-bit parameters hold what their type can of it
+        sampled = list(theta)  # line 3; kept, because 16-bit parameters hold only a rounded copy
         g = grad_at(sampled)  # line 4
         N = self.effective_num_data
         estimates = (

@@ -3,13 +3,13 @@
 Möllenhoff and Khan (2023), "SAM as an Optimal Relaxation of Bayes", ICLR. Everything here is float64, meant for one
 to three dimensions, and independent of the rest of the package. Equations are cited by their numbers in the paper.
 
-| module | what one finds there |
+| module | contents |
 |---|---|
 | `gaussian` | Gaussians as exponential families: natural, expectation and mean-covariance parameters |
-| `losses` | what a loss is here, and the examples: quadratic, three minima, logistic regression |
+| `losses` | the definition of a loss, and examples: quadratic, three minima, logistic regression |
 | `fenchel` | the expected loss f, its conjugate f* (the max-loss) and its biconjugate f** (Section 2.1, Theorem 1) |
 | `objectives` | E_SAM, E_Bayes, E_relaxed, the two ELBOs, and Theorem 2 in both directions |
-| `derivation` | the closed forms of the appendix that turn f** into Algorithm 1 |
+| `derivation` | the closed forms of the appendix that lead from f** to Algorithm 1 |
 | `relaxed_bayes` | Bayes and relaxed Bayes solved exactly by the Bayesian learning rule with full covariance |
 """
 

@@ -7,16 +7,16 @@ N(omega, V) with precision S = V^-1 has three sets of coordinates,
     natural           lambda = (S omega, -S/2),          in Omega = {lambda_2 negative definite}
     expectation       mu     = E[T(theta)],              in M     = {mu_2 - T_2(mu_1) positive definite}
 
-and two convex functions whose gradients lead from one to the other:
+and two convex functions whose gradients convert lambda and mu into each other:
 
     mu = grad A(lambda),          A(lambda)  = 1/2 <lambda_1, V lambda_1> - 1/2 log det S + P/2 log 2 pi
     lambda = grad A*(mu),         A*(mu)     = -entropy of q_mu
 
-The paper's table of notations calls A* "the entropy"; with its definitions (A* is the convex conjugate of A) it is
-the negative entropy, and that is what `negative_entropy` returns. <lambda, mu> = A + A* at corresponding points.
+The paper's table of notations calls A* "the entropy". By its definitions (A* is the convex conjugate of A), A* is the
+negative entropy, which `negative_entropy` returns. At corresponding points, <lambda, mu> = A + A*.
 
-Four families, all minimal (the paper writes T = (theta, theta theta^T) for the isotropic and the diagonal one too and
-restricts lambda_2; the inner products are the same):
+There are four families, all minimal. (The paper writes T = (theta, theta theta^T) for the isotropic and the diagonal
+family too, and restricts lambda_2; the inner products are the same.)
 
 | family | theta | "covariance" V | T(theta) | E[T_2] |
 |---|---|---|---|---|
@@ -25,8 +25,8 @@ restricts lambda_2; the inner products are the same):
 | `Diagonal(P)` | (..., P) | v, (..., P) | (theta, theta^2) | omega^2 + v |
 | `Full(P)` | (..., P) | V, (..., P, P) | (theta, theta theta^T) | omega omega^T + V |
 
-Parameters are pairs of arrays (first, second) and everything broadcasts over leading axes. Recovering V from mu
-subtracts T_2(omega): where V is much smaller than omega^2, digits are lost; keep (omega, V) there.
+Parameters are pairs of arrays (first, second), and everything broadcasts over leading axes. V is recovered from mu by
+subtracting T_2(omega). This loses digits where V is much smaller than omega^2: keep (omega, V) there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Pair: TypeAlias = tuple[Array, Array]
 
 
 class Family(ABC):
-    """A Gaussian family: the formulas, written once in terms of what a subclass says about its matrices.
+    """A family of Gaussians. The formulas are written once, with the matrix operations of the subclass.
 
     >>> family = Univariate()
     >>> family.natural([1.0], [0.5]), family.expectation([1.0], [0.5])  # Eq. 6
@@ -55,7 +55,7 @@ class Family(ABC):
     dim: int
     spread = 1  # E[T_2] = T_2(omega) + spread * V
 
-    # -- what differs between the families: the second coordinate, read as a symmetric matrix -----------------------
+    # -- differences between the families: the second coordinate, as a symmetric matrix ------------------------------
 
     @property
     def identity(self) -> Array:
@@ -76,7 +76,7 @@ class Family(ABC):
 
     @abstractmethod
     def matrix(self, second: ArrayLike) -> Array:
-        """The P x P matrix that a second natural parameter, a precision or a covariance stands for."""
+        """The P x P matrix that a second natural parameter, a precision or a covariance represents."""
 
     def inverse(self, matrix: Array) -> Array:
         """Inverse matrix."""
@@ -109,8 +109,8 @@ class Family(ABC):
         """(mean, covariance) of lambda."""
         if not np.all(self.in_omega(natural)):
             raise ValueError(
-                f"lambda_2={natural[1]} is not negative definite, so lambda is outside Omega and no Gaussian belongs "
-                "to it; lambda_2 is -1/2 times the precision."
+                f"lambda_2={natural[1]} is not negative definite, so lambda is outside Omega and there is no Gaussian "
+                "with this lambda. lambda_2 must be -1/2 times a precision."
             )
         V = self.inverse(-2 * np.asarray(natural[1], float))
         return self.apply(V, np.asarray(natural[0], float)), V
@@ -124,8 +124,8 @@ class Family(ABC):
         """(mean, covariance) of mu."""
         if not np.all(self.in_m(expectation)):
             raise ValueError(
-                f"mu=({expectation[0]}, {expectation[1]}) is outside the interior of M: mu_2 minus T_2(mu_1), the "
-                "covariance, must be positive definite."
+                f"mu=({expectation[0]}, {expectation[1]}) is outside the interior of M: the covariance, mu_2 "
+                "minus T_2(mu_1), must be positive definite."
             )
         return np.asarray(expectation[0], float), self._covariance(expectation)
 
@@ -146,7 +146,7 @@ class Family(ABC):
         return self.is_positive(self._covariance(expectation))
 
     def inner(self, natural: Pair, expectation: Pair) -> Array:
-        """<lambda, mu>; with T(theta) in the place of mu, <lambda, T(theta)>."""
+        """The inner product <lambda, mu>, or <lambda, T(theta)> if T(theta) is given instead of mu."""
         (l1, l2), (m1, m2) = natural, expectation
         return self.inner_first(l1, m1) + self.inner_second(l2, m2)
 
@@ -194,7 +194,7 @@ class Family(ABC):
 
 
 class Univariate(Family):
-    """N(omega, v) on the line; arrays of any shape, without an axis for the dimension."""
+    """N(omega, v) on the line. Arrays have any shape and no axis for the dimension."""
 
     dim = 1
 
@@ -220,7 +220,7 @@ class Univariate(Family):
 
 
 class Isotropic(Family):
-    """N(omega, v I) in P dimensions; the covariance is the number v."""
+    """N(omega, v I) in P dimensions. The covariance is the number v."""
 
     def __init__(self, dim: int) -> None:
         self.dim = self.spread = dim
@@ -243,7 +243,7 @@ class Isotropic(Family):
 
 
 class Diagonal(Family):
-    """N(omega, diag(v)) in P dimensions; the covariance is the vector v."""
+    """N(omega, diag(v)) in P dimensions. The covariance is the vector v."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -279,7 +279,7 @@ class Diagonal(Family):
 
 
 class Full(Family):
-    """N(omega, V) in P dimensions; matrices are symmetric, their inner product is the trace of the product."""
+    """N(omega, V) in P dimensions. Matrices are symmetric, and their inner product is the trace of the product."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim

@@ -1,12 +1,12 @@
-r"""What a loss is in `bsam.theory`, and the example losses.
+r"""The losses of `bsam.theory`: their definition, and examples.
 
 A loss is a function of theta together with its gradient and Hessian, all of them vectorised over leading axes. In one
 dimension theta, gradient and Hessian are plain arrays of the same shape, so that `loss(grid)` can be plotted; in P > 1
 dimensions they have shapes (..., P), (..., P) and (..., P, P).
 
-Theorem 1 of the paper assumes that the loss is majorised by a quadratic. Nobody can find such a bound by looking at
-finitely many values, so a loss declares it (`Majorant`). Every function that relies on the bound checks it wherever it
-evaluates the loss, and once far out, up to a million from zero, where growth faster than that of a quadratic shows.
+Theorem 1 of the paper assumes that the loss is majorised by a quadratic. Finitely many values of the loss cannot prove
+this bound, so a loss declares it (`Majorant`). Every function that relies on the bound checks it wherever it evaluates
+the loss. It is also checked once far out, up to a million from zero, where growth faster than a quadratic is visible.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ __all__ = [
 class Majorant:
     """The bound loss(theta) <= c + <b, theta> + L norm(theta) + 1/2 <theta, A theta> for all theta.
 
-    This is the bound in the proof of Theorem 1 with one more term: L lets losses of linear growth say A = 0. A should
-    be the smallest that works, the curvature of the loss at infinity, because f*(lambda') is infinite where the
-    precision -2 lambda_2' does not exceed it; a larger A is safe but makes f** a looser lower bound.
+    This is the bound in the proof of Theorem 1 with one more term: with L, losses of linear growth can declare A = 0. A
+    should be the smallest valid matrix, which is the curvature of the loss at infinity, because f*(lambda') is infinite
+    where the precision -2 lambda_2' does not exceed A. A larger A is safe, but makes f** a looser lower bound.
 
     Args:
         constant: c.
@@ -61,8 +61,8 @@ class Majorant:
     def __post_init__(self) -> None:
         if self.slope < 0 or np.linalg.eigvalsh(np.atleast_2d(self.curvature))[0] < 0:
             raise ValueError(
-                f"slope={self.slope} and curvature={self.curvature} must not be negative: the loss is bounded below, "
-                "so it does not fall at infinity."
+                f"slope={self.slope} and curvature={self.curvature} must not be negative. The loss is bounded below, "
+                "so its bound cannot fall at infinity."
             )
 
     def __call__(self, theta: Array) -> Array:
@@ -74,7 +74,7 @@ class Majorant:
         return np.asarray(self.constant + (theta * b + (theta @ A) * theta / 2).sum(-1) + self.slope * norm)
 
     def is_exceeded(self, theta: Array, value: Array) -> NDArray[np.bool_]:
-        """Whether a loss of this value at theta is above the bound, by more than rounding explains."""
+        """Whether a loss of this value at theta exceeds the bound by more than rounding errors."""
         bound, terms = self(theta), self._absolute(theta)
         return np.asarray(value > bound + 1e-9 * (1 + np.abs(bound)) + 1e-13 * terms)
 
@@ -85,7 +85,7 @@ class Majorant:
         return Majorant(constant, self.linear + (A * center if A.ndim == 0 else A @ center), self.slope, A)
 
     def _absolute(self, theta: Array) -> Array:
-        """The sum of the terms' absolute values, or more."""
+        """An upper bound on the sum of the terms' absolute values."""
         A = np.asarray(self.curvature)
         size = np.abs(theta) if A.ndim == 0 else np.linalg.norm(theta, axis=-1)
         slope = np.linalg.norm(self.linear) + self.slope
@@ -97,7 +97,7 @@ class Majorant:
         Args:
             mean: m.
             margin: kappa > 0, the smallest eigenvalue of S - A.
-            attained: A value of that function.
+            attained: A value that this function attains.
         """
         b, A, kappa = np.asarray(self.linear), np.asarray(self.curvature), np.asarray(margin)
         slope = self.slope + (np.abs(b + A * mean) if A.ndim == 0 else np.linalg.norm(b + A @ mean))
@@ -114,7 +114,7 @@ class Loss:
         gradient: theta -> gradient.
         hessian: theta -> Hessian.
         dim: P.
-        majorant: A quadratic bound from above, or None where there is none; f* and f** need one.
+        majorant: A quadratic upper bound, or None if there is none. f* and f** need one.
 
     >>> loss = Loss(np.cos, lambda t: -np.sin(t), lambda t: -np.cos(t), majorant=Majorant(1.0))
     >>> loss(np.zeros(3))
@@ -142,7 +142,7 @@ class Loss:
 
     @cached_property
     def checked_majorant(self) -> Majorant:
-        """The majorant, after a look at the loss far out; values that overflow there are not looked at."""
+        """The majorant, checked against the loss far from zero. Values that overflow there are ignored."""
         if self.majorant is None:
             raise ValueError(
                 "f* needs a loss that a quadratic majorises (Theorem 1), and this one declares no majorant. Write "
@@ -163,16 +163,16 @@ class Loss:
 
 
 class Derived(Loss):
-    """A loss made from another one, with a majorant that follows from that one's `checked_majorant`."""
+    """A loss derived from another loss. Its majorant follows from the `checked_majorant` of that loss."""
 
     @cached_property
     def checked_majorant(self) -> Majorant:
-        """The majorant: the look far out was at that of the other loss."""
+        """The majorant. That of the other loss is already checked far from zero."""
         return super().checked_majorant if self.majorant is None else self.majorant
 
 
 def exceeded(majorant: Majorant, theta: Array, value: Array) -> str:
-    """What to tell the author of a majorant that does not hold at theta."""
+    """The error message for a majorant that does not hold at theta."""
     return (
         f"loss={value:.6g} exceeds majorant={majorant(theta):.6g} at theta={theta}. Declare a majorant that holds for "
         "all theta, with a larger constant, slope or curvature. If the loss grows faster than every quadratic, as "
@@ -183,7 +183,7 @@ def exceeded(majorant: Majorant, theta: Array, value: Array) -> str:
 def from_torch(
     function: Callable[[torch.Tensor], torch.Tensor], *, dim: int = 1, majorant: Majorant | None = None
 ) -> Loss:
-    """The loss whose derivatives torch.func finds.
+    """A loss from a torch function; torch.func computes its derivatives.
 
     Args:
         function: theta -> number, written with torch for one theta: a number if dim is 1, else a vector.
@@ -213,12 +213,12 @@ def from_torch(
 
 
 def quadratic(center: ArrayLike, hessian: ArrayLike, constant: float = 0.0) -> Loss:
-    """constant + 1/2 <theta - center, H (theta - center)>: -loss is linear in T(theta), so f** = f.
+    """The loss constant + 1/2 <theta - center, H (theta - center)>. It is linear in T(theta), so f** = f.
 
     Args:
-        center: Its minimum: a number, or a vector of length P.
+        center: The minimum: a number, or a vector of length P.
         hessian: H, positive semi-definite: a number, or a P x P matrix.
-        constant: Its value there.
+        constant: The value at the minimum.
     """
     center, H = np.asarray(center, float), np.asarray(hessian, float)
     if H.ndim == 0:
@@ -242,8 +242,8 @@ def quadratic(center: ArrayLike, hessian: ArrayLike, constant: float = 0.0) -> L
 def three_minima() -> Loss:
     """A 1-D loss with a sharp minimum A, a flat minimum B and a sharp minimum C, for Figures 1(b) and 2.
 
-    The paper does not print its loss. This one is a bowl with three Gaussian wells in it; the sharp A is the global
-    minimum, C is slightly lower than B, and both vanish from expected loss and relaxation when the variance grows.
+    The paper does not print its loss. This loss is a bowl with three Gaussian wells. The sharp A is the global minimum,
+    C is slightly lower than B, and both A and C vanish from expected loss and relaxation when the variance grows.
     """
     bowl, floor = 0.12, 3.0
     centers, widths, depths = np.array([-4.0, 0.0, 3.6]), np.array([0.35, 1.5, 0.3]), np.array([3.4, 2.2, 2.9])
@@ -268,7 +268,7 @@ def three_minima() -> Loss:
 
 
 def logistic_regression(features: ArrayLike, labels: ArrayLike) -> Loss:
-    """Sum over i of log(1 + exp(-y_i <x_i, theta>)), without intercept.
+    """The loss of logistic regression: sum over i of log(1 + exp(-y_i <x_i, theta>)), without intercept.
 
     Args:
         features: x, of shape (N, P) with P > 1.
@@ -303,12 +303,12 @@ def logistic_regression(features: ArrayLike, labels: ArrayLike) -> Loss:
 def murphy_data(seed: int = 135) -> tuple[Array, Array]:
     """Features and labels of the 2-D logistic regression in Murphy (2012), Chapter 8.4, which the paper adopts.
 
-    30 points around (1, 5) with standard deviation 1, and 30 around (-5, 1) with 2.2; the prior that goes with them is
+    There are 30 points around (1, 5) with standard deviation 1, and 30 around (-5, 1) with 2.2. The book's prior is
     N(0, 100 I). The paper prints no numbers. The seed is that of the Python code published with the book
-    (`logreg_laplace_demo.py` of probml/pyprobml); these data are separable by a line through zero, as the paper says of
-    its own. With other seeds they may not be.
+    (`logreg_laplace_demo.py` of probml/pyprobml). These data are separable by a line through zero, as the paper says
+    of its own data. With other seeds they may not be separable.
     """
-    generator = np.random.RandomState(seed)  # as the book's code; its numbers are the same for ever
+    generator = np.random.RandomState(seed)  # as in the book's code; NumPy keeps its numbers fixed
     positive = np.array([1.0, 5.0]) + generator.standard_normal((30, 2))
     negative = np.array([-5.0, 1.0]) + 2.2 * generator.standard_normal((30, 2))
     return np.concatenate([positive, negative]), np.repeat([1.0, -1.0], 30)
@@ -317,8 +317,8 @@ def murphy_data(seed: int = 135) -> tuple[Array, Array]:
 def separable_data(num_data: int = 60, seed: int = 0) -> tuple[Array, Array]:
     """Milder features and labels for 2-D logistic regression, separable by a line through zero.
 
-    Half the points from a Gaussian around (1, 2.5), the other half around (-2.5, -0.5) and wider. With them and the
-    prior N(0, I), expectations are quick to compute to many digits; `murphy_data` is what the paper speaks of.
+    Half of the points come from a Gaussian around (1, 2.5), the other half from a wider one around (-2.5, -0.5). With
+    these data and the prior N(0, I), expectations are quick to compute to many digits. The paper uses `murphy_data`.
     """
     generator = np.random.default_rng(seed)
     half = num_data // 2

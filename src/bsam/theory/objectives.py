@@ -7,29 +7,29 @@ r"""The objectives of SAM, Bayes and relaxed Bayes, and Theorem 2.
     ELBO(q), relaxed ELBO(q)     = f(mu) - KL(q, p), f**(mu) - KL(q, p)                                Eqs. 2 and 11
 
 The prior is p = N(0, I/delta_0) and delta' = 1 / (sigma^2 + 1/delta_0). Relaxed Bayes maximised over mu is E_relaxed
-minimised over (m, sigma): sup_mu f** - KL = -inf E_relaxed. (Appendix C prints delta once in Z where delta_0 is
+minimised over (m, sigma): sup_mu f** - KL = -inf E_relaxed. (Appendix C once prints delta in Z where delta_0 is
 meant.)
 
 **Theorem 2.** At a SAM solution theta with perturbation eps on the sphere, norm(eps) = rho, the first-order conditions
 are delta theta = -g and eps = (rho / mu) g, where g is the gradient of the loss at theta + eps. The printed proof
-leaves the multiplier mu > 0 unnamed; taking norms, it is mu = norm(g). The conditions of E_relaxed are delta' m = -g
-and eps = sigma^2 g. They agree for
+does not give the multiplier mu > 0; taking norms shows mu = norm(g). The conditions of E_relaxed are delta' m = -g and
+eps = sigma^2 g. Both sets of conditions agree for
 
     m = theta,   sigma^2 = rho / norm(g),   delta' = delta,        and back:   rho = sigma^2 norm(g) = norm(eps).
 
-Because norm(g) = delta norm(theta), also sigma^2 delta' = rho / norm(theta): a prior delta_0 that gives this delta'
-exists exactly if rho < norm(theta), if the perturbation does not reach the origin (`prior_precision_of`).
+Because norm(g) = delta norm(theta), also sigma^2 delta' = rho / norm(theta). A prior delta_0 that gives this delta'
+exists exactly if rho < norm(theta), that is, if the perturbation does not reach the origin (`prior_precision_of`).
 
-What the proof shows is that stationary points correspond, less than the "arg min = arg min" of the theorem, and only
-those with a single worst eps. Three things to know when one tries it:
+The proof shows that stationary points with a single worst eps correspond. This is less than the "arg min = arg min" of
+the theorem. Three things to know before you try it:
 
 - Where the regulariser is weak, the minimum of E_SAM is usually a kink: two or more eps attain the maximum (in one
   dimension eps = rho and -rho) and no single gradient balances delta theta. The formula then gives no sigma, and there
-  may be none: for the loss h/2 (theta - c)^2 and delta c < h rho, SAM's minimum is c, with norm(eps) = rho, while
-  that of E_relaxed lies between 0 and c for all sigma and delta' > 0.
-- eps must also attain the supremum in E_relaxed, over all eps. The first-order condition does not say so: on the
-  sphere the loss may be more curved along eps than 1/sigma^2, or another eps may be worse. So it is for logistic
-  regression unless rho is small or delta large. `relaxation_of_sam` asks `max_loss`, and refuses such points.
+  may be none. For the loss h/2 (theta - c)^2 and delta c < h rho, SAM's minimum is c, with norm(eps) = rho, while the
+  minimum of E_relaxed lies between 0 and c for all sigma and delta' > 0.
+- eps must also attain the supremum in E_relaxed, over all eps. The first-order condition does not guarantee it: on the
+  sphere the loss may be more curved along eps than 1/sigma^2, or another eps may be worse. This happens for logistic
+  regression unless rho is small or delta large. `relaxation_of_sam` checks it with `max_loss` and refuses these points.
 - An interior maximum of the ball (norm(eps) < rho) is excluded by assumption.
 """
 
@@ -70,15 +70,15 @@ __all__ = [
 def sam_objective(
     loss: Loss, theta: ArrayLike, rho: float, delta: float, *, linearised: bool = False, resolution: float = 0.02
 ) -> MaxLoss:
-    """E_SAM and the perturbation, by the exact maximum over the ball.
+    """E_SAM and its perturbation, from the exact maximum over the ball.
 
     Args:
-        loss: The loss; no majorant needed.
+        loss: The loss. It needs no majorant.
         theta: An array of any shape in one dimension, one vector in P.
         rho: Radius.
         delta: Strength of the regulariser.
-        linearised: True takes eps = rho g / norm(g), g the gradient at theta, as the SAM algorithm does, and the true
-            loss there: never above the exact maximum.
+        linearised: True takes eps = rho g / norm(g), as the SAM algorithm does, where g is the gradient at theta, and
+            the true loss there. The result is never above the exact maximum.
         resolution: As in `max_loss`.
 
     >>> from bsam.theory.losses import quadratic
@@ -97,7 +97,7 @@ def sam_objective(
 
 
 def bayes_objective(loss: Loss, mean: ArrayLike, sigma: float, delta: float) -> Array:
-    """E_Bayes: expected loss under N(mean, sigma^2 I), and the regulariser.
+    """E_Bayes: the expected loss under N(mean, sigma^2 I) plus the regulariser.
 
     Args:
         loss: The loss.
@@ -120,7 +120,7 @@ def log_normaliser(mean: ArrayLike, sigma: ArrayLike, delta_prime: ArrayLike, *,
 def relaxed_objective(
     loss: Loss, mean: ArrayLike, sigma: ArrayLike, delta_prime: ArrayLike, *, resolution: float = 0.02
 ) -> MaxLoss:
-    """E_relaxed and the perturbation that attains its supremum; +inf where 1/sigma^2 is too small for a finite one.
+    """E_relaxed and the perturbation that attains its supremum. It is +inf where 1/sigma^2 is too small.
 
     Args:
         loss: A loss with a majorant.
@@ -134,7 +134,7 @@ def relaxed_objective(
 
 
 def relaxed_posterior(mean: ArrayLike, sigma: ArrayLike, prior_precision: float) -> tuple[Array, Array]:
-    """Mean and variance of the q that relaxed Bayes pairs with (m, sigma): proportional to N(m, sigma^2 I) p."""
+    """Mean and variance of the posterior q that belongs to (m, sigma); q is proportional to N(m, sigma^2 I) p."""
     precision = 1 / np.asarray(sigma, float) ** 2
     return np.asarray(mean, float) * precision / (precision + prior_precision), 1 / (precision + prior_precision)
 
@@ -142,14 +142,14 @@ def relaxed_posterior(mean: ArrayLike, sigma: ArrayLike, prior_precision: float)
 def elbo(
     loss: Loss, mean: ArrayLike, covariance: ArrayLike, prior_precision: float, *, family: Family | None = None
 ) -> Array:
-    """f(mu) - KL(q, p).
+    """The ELBO, f(mu) - KL(q, p).
 
     Args:
         loss: The loss.
         mean: omega.
-        covariance: As the family wants it.
+        covariance: The covariance of q, in the form that the family takes.
         prior_precision: delta_0.
-        family: Of q; not needed in one dimension.
+        family: The family of q. It is not needed in one dimension.
     """
     family, V = _family(loss, family), np.asarray(covariance, float)
     f = expected_negative_loss(loss, mean, V if loss.dim == 1 else family.matrix(V)).value
@@ -165,7 +165,7 @@ def relaxed_elbo(
     family: Family | None = None,
     tolerance: float = 1e-6,
 ) -> Array:
-    """f**(mu) - KL(q, p), arguments as in `elbo`; grids in one dimension, one mu in P."""
+    """The relaxed ELBO, f**(mu) - KL(q, p), with the arguments of `elbo`: grids in one dimension, one mu in P."""
     family, V = _family(loss, family), np.asarray(covariance, float)
     if loss.dim == 1:
         f = biconjugate(loss, mean, V, tolerance=tolerance).value
@@ -175,7 +175,7 @@ def relaxed_elbo(
 
 
 class Relaxation(NamedTuple):
-    """The sigma and delta' for which E_relaxed has the stationary point of a SAM solution."""
+    """The sigma and delta' for which E_relaxed is stationary at a SAM solution."""
 
     sigma: float
     delta_prime: float
@@ -184,15 +184,15 @@ class Relaxation(NamedTuple):
 def relaxation_of_sam(
     loss: Loss, theta: ArrayLike, perturbation: ArrayLike, delta: float, *, tolerance: float = 1e-4
 ) -> Relaxation:
-    """Theorem 2 from left to right.
+    """The sigma and delta' of a SAM solution: Theorem 2 from left to right.
 
     Args:
         loss: A loss with a majorant.
         theta: A stationary point of E_SAM, a number or a vector.
-        perturbation: Its eps, on the sphere; rho is its norm.
+        perturbation: The eps of this point, on the sphere. Its norm is rho.
         delta: Strength of the regulariser.
-        tolerance: How far, relative to norm(g), the two conditions may be from satisfied, and how far, relative to
-            rho norm(g), eps may be from the supremum in E_relaxed.
+        tolerance: Largest error of the two conditions, relative to norm(g), and largest distance of eps from the
+            supremum in E_relaxed, relative to rho norm(g).
 
     Raises:
         ValueError: If (theta, eps) does not satisfy the first-order conditions, or if another eps attains the supremum
@@ -205,8 +205,8 @@ def relaxation_of_sam(
     aligned = np.linalg.norm(rho * g - norm * eps) <= tolerance * rho * norm
     if rho == 0 or norm <= tolerance * np.linalg.norm(pull) or not aligned:
         raise ValueError(
-            f"the perturbation {eps} is not {rho:.4g} times the direction of the gradient {g} at theta + eps: it is no "
-            "maximum of the loss over the ball that lies on its surface, which Theorem 2 assumes."
+            f"the perturbation {eps} is not {rho:.4g} times the direction of the gradient {g} at theta + eps, so it "
+            "is not a maximum of the loss over the ball on its surface. Theorem 2 assumes such a maximum."
         )
     if np.linalg.norm(pull + g) > tolerance * norm:
         raise ValueError(
@@ -228,7 +228,7 @@ def relaxation_of_sam(
 
 
 def rho_of_relaxation(loss: Loss, mean: ArrayLike, sigma: float) -> float:
-    """Theorem 2 from right to left: rho = sigma^2 norm(g) = norm(eps) at a stationary point m of E_relaxed."""
+    """The rho of a stationary point m of E_relaxed, sigma^2 norm(g) = norm(eps): Theorem 2 from right to left."""
     value, eps = max_loss(loss, mean, 1 / sigma**2)
     if not np.isfinite(value):
         raise ValueError(f"sigma={sigma}: sup over eps is infinite; 1/sigma^2 must exceed the majorant's curvature.")
@@ -239,7 +239,7 @@ def prior_precision_of(sigma: float, delta_prime: float) -> float:
     """The delta_0 with delta' = 1 / (sigma^2 + 1/delta_0).
 
     Raises:
-        ValueError: If there is none: sigma^2 delta' >= 1.
+        ValueError: If there is no such delta_0, because sigma^2 delta' >= 1.
 
     >>> round(prior_precision_of(sigma=0.5, delta_prime=2.0), 12)
     4.0
@@ -247,8 +247,8 @@ def prior_precision_of(sigma: float, delta_prime: float) -> float:
     if sigma**2 * delta_prime >= 1:
         raise ValueError(
             f"sigma={sigma} and delta_prime={delta_prime}: sigma^2 * delta_prime = {sigma**2 * delta_prime:.4g} >= 1, "
-            "so no prior N(0, I/delta_0) leads to them. At a SAM solution the product is rho / norm(theta); take a "
-            "smaller rho, or read delta_prime as the strength of a regulariser, which needs no prior."
+            "so no prior N(0, I/delta_0) leads to them. At a SAM solution the product is rho / norm(theta). Take a "
+            "smaller rho, or use delta_prime as the strength of a regulariser, which needs no prior."
         )
     return 1 / (1 / delta_prime - sigma**2)
 
@@ -259,7 +259,7 @@ def _square_norm(loss: Loss, theta: Array) -> Array:
 
 def _family(loss: Loss, family: Family | None) -> Family:
     if family is None and loss.dim > 1:
-        raise ValueError(f"loss.dim={loss.dim}: say which Gaussians are meant, for instance family=Full({loss.dim}).")
+        raise ValueError(f"loss.dim={loss.dim}: choose a family of Gaussians, for instance family=Full({loss.dim}).")
     return family or Univariate()
 
 

@@ -1,17 +1,17 @@
-r"""Bayes and relaxed Bayes solved exactly for convex losses, full covariance (appendix F.3, "Effect of using f**").
+r"""Exact solutions of Bayes and relaxed Bayes for convex losses, full covariance (appendix F.3, "Effect of using f**").
 
 Both run the Bayesian learning rule (Eq. 34) on lambda, the natural parameters of q = N(omega, V):
 
     lambda <- (1 - alpha) lambda + alpha (lambda_0 + grad f(mu))         for Bayes
     lambda <- (1 - alpha) lambda + alpha (lambda_0 + grad f**(mu))       for relaxed Bayes
 
-**The gradient of f**, by the theorems of Bonnet and Price: with g and H the expected gradient and Hessian of the loss
-under q, grad_omega f = -g and grad_V f = -H/2, and since omega = mu_1, V = mu_2 - mu_1 mu_1^T,
+**The gradient of f** follows from the theorems of Bonnet and Price. With g and H the expected gradient and Hessian of
+the loss under q, grad_omega f = -g and grad_V f = -H/2. Because omega = mu_1 and V = mu_2 - mu_1 mu_1^T,
 
     grad f(mu) = (H omega - g, -H/2).
 
-**The gradient of f\*\***, by convex programming. It is the lambda' that minimises f*(lambda') - <lambda', mu>. For a
-convex loss, tangents at L points theta_i are lower bounds, and with their maximum in place of the loss f* becomes a
+**The gradient of f\*\*** follows from convex programming. It is the lambda' that minimises f*(lambda') - <lambda', mu>.
+For a convex loss, tangents at L points theta_i are lower bounds. With their maximum instead of the loss, f* becomes a
 maximum of L closed forms (Eqs. 32 and 33),
 
     minimise c - <lambda', mu>   subject to   1/4 <lambda_1' + g_i, (-lambda_2')^-1 (lambda_1' + g_i)> - c
@@ -19,19 +19,21 @@ maximum of L closed forms (Eqs. 32 and 33),
 
 which CVXPY hands to CLARABEL.
 
-What the paper does not say: lower bounds on the loss make f* too small and f** too *large*, so with the L points drawn
-from q the program bounds f** from above and may even exceed f; and the theta that matter, the atoms of the worst case
-(`bsam.theory.fenchel`), lie in the tails of q where few samples fall. Here the samples are only a start. The theta that
-attain the true f*(lambda'), found by global search, become further tangent points until the program's value and
-<lambda', mu> - f*(lambda'), a lower bound, agree to a tolerance. `tolerance=numpy.inf` is the paper's single program.
-It matters: on `separable_data` with prior precision 1, Bayes ends with variances (0.24, 0.22), relaxed Bayes with
-(0.06, 0.05), but with 64 sampled tangents in place of f** it seems to end near (0.18, 0.17), "very similar" to Bayes.
+The paper does not mention two consequences. Lower bounds on the loss make f* too small and f** too *large*: with the L
+points drawn from q, the program bounds f** from above and may even exceed f. And the theta that matter, the atoms of
+the worst case (`bsam.theory.fenchel`), lie in the tails of q, where there are few samples.
 
-A quadratic part of the loss, 1/2 <theta, A theta> with A the majorant's curvature, is linear in T(theta): it is taken
-out before the tangents and put back into lambda', exactly. The rest must be convex.
+Here the samples are only a start. A global search finds the theta that attain the true f*(lambda'). They become further
+tangent points until the program's value and the lower bound <lambda', mu> - f*(lambda') agree to a tolerance.
+`tolerance=numpy.inf` is the paper's single program. The difference is large. On `separable_data`, prior precision 1,
+Bayes ends with variances (0.24, 0.22) and relaxed Bayes with (0.06, 0.05). With 64 sampled tangents instead of f** it
+seems to end near (0.18, 0.17), "very similar" to Bayes.
 
-The relaxed rule never decreases f** - KL, whatever alpha in (0, 1]: f** is convex, so its tangent at mu minorises it,
-and the tangent minus KL is, up to a constant, minus the KL to the target of the step, which falls all along the way.
+A quadratic part of the loss, 1/2 <theta, A theta> with A the majorant's curvature, is linear in T(theta). It is removed
+before the tangents and added to lambda' again, exactly. The rest must be convex.
+
+The relaxed rule never decreases f** - KL, for any alpha in (0, 1]. f** is convex, so its tangent at mu is below it. Up
+to a constant, the tangent minus KL is minus the KL to the target of the step, and this KL falls along the whole step.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ __all__ = [
 def expected_negative_loss_gradient(
     loss: Loss, mean: ArrayLike, covariance: ArrayLike, *, tolerance: float = 1e-8
 ) -> Pair:
-    """grad f(mu) in P > 1 dimensions, by Bonnet and Price and quadrature.
+    """The gradient of f(mu) in P > 1 dimensions, by Bonnet and Price and quadrature.
 
     >>> from bsam.theory.losses import quadratic
     >>> first, second = expected_negative_loss_gradient(quadratic([1.0, 2.0], np.eye(2)), [0.0, 0.0], np.eye(2))
@@ -78,7 +80,7 @@ def expected_negative_loss_gradient(
 
 
 class TangentSolution(NamedTuple):
-    """grad f**(mu), a lower and an upper bound on f**(mu), and the tangent points that were used."""
+    """The gradient of f**(mu), a lower and an upper bound on f**(mu), and the tangent points that were used."""
 
     natural: Pair
     lower: float
@@ -95,22 +97,22 @@ def biconjugate_gradient(
     tolerance: float = 1e-5,
     max_rounds: int = 50,
 ) -> TangentSolution:
-    """grad f**(mu) and f**(mu) of a convex loss in P > 1 dimensions, for q_mu = N(mean, covariance).
+    """The gradient and the value of f**(mu) for a convex loss in P > 1 dimensions, with q_mu = N(mean, covariance).
 
     Args:
-        loss: A loss that is convex after its majorant's curvature is taken out.
+        loss: A loss that is convex after its majorant's curvature is removed.
         mean: omega.
         covariance: V, P x P.
         points: First tangent points, (L, P), for instance samples of q_mu.
-        tolerance: Largest allowed difference of the two bounds; numpy.inf for one program without further points.
-        max_rounds: How many programs to solve.
+        tolerance: Largest allowed difference of the two bounds; numpy.inf solves one program without further points.
+        max_rounds: Largest number of programs to solve.
 
     Raises:
         RuntimeError: If CLARABEL does not report an optimal solution, or the tolerance is not reached.
-        ValueError: If the loss is seen not to be convex.
+        ValueError: If the loss is found not to be convex.
     """
     if loss.dim == 1 or loss.majorant is None:
-        raise ValueError(f"loss.dim={loss.dim} and majorant={loss.majorant}: needs dim > 1 and a majorant.")
+        raise ValueError(f"loss.dim={loss.dim} and majorant={loss.majorant}: write a loss with dim > 1 and a majorant.")
     family, A = Full(loss.dim), np.asarray(loss.majorant.curvature)
     omega, V = np.asarray(mean, float), np.asarray(covariance, float)
     mu = family.expectation(omega, V)
@@ -126,12 +128,12 @@ def biconjugate_gradient(
             return TangentSolution(best, lower, upper, points)
         points = np.concatenate([points, theta])
     raise RuntimeError(
-        f"f** is known to {upper - lower:.1e} after max_rounds={max_rounds} programs, tolerance={tolerance} was asked."
+        f"f** is known to {upper - lower:.1e} after max_rounds={max_rounds} programs, not to tolerance={tolerance}."
     )
 
 
 class _Program(NamedTuple):
-    """A CVXPY problem with its parameters and variables (which have no types)."""
+    """A CVXPY problem with its parameters and variables, which have no types."""
 
     problem: Any
     g: Any
@@ -142,7 +144,7 @@ class _Program(NamedTuple):
 
 @cache
 def _tangent_program(dim: int, num_tangents: int) -> _Program:
-    """Eqs. 32 and 33 for mu = (0, I), compiled once; Q is -lambda_2', height_i is <g_i, z_i> - loss_i."""
+    """Eqs. 32 and 33 for mu = (0, I), compiled once. Q is -lambda_2', and height_i is <g_i, z_i> - loss_i."""
     cp: Any = import_module("cvxpy")  # takes seconds, and only this function needs it
     g, height = cp.Parameter((num_tangents, dim)), cp.Parameter(num_tangents)
     lambda_1, Q, c = cp.Variable(dim), cp.Variable((dim, dim), PSD=True), cp.Variable()
@@ -151,9 +153,10 @@ def _tangent_program(dim: int, num_tangents: int) -> _Program:
 
 
 def _solve_tangents(loss: Loss, A: Array, points: Array, omega: Array, V: Array) -> tuple[Pair, float]:
-    """The convex program: lambda' and its value, an upper bound on f**.
+    """The solution lambda' of the convex program, and its value, an upper bound on f**.
 
-    Solved for z with theta = omega + root z, where q is standard normal, and for a loss scaled to gradients of order 1.
+    It is solved for z with theta = omega + root z, where q is standard normal, and for a loss that is scaled to
+    gradients of order 1.
     """
     root = np.linalg.cholesky(V)
     z = np.linalg.solve(root, (points - omega).T).T
@@ -165,8 +168,8 @@ def _solve_tangents(loss: Loss, A: Array, points: Array, omega: Array, V: Array)
     excess = scale * (g @ z.T + intercept[:, None] - r).max()
     if excess > 1e-7 * scale * (1 + np.abs(r).max()):
         raise ValueError(
-            f"a tangent of the loss (minus the curvature of its majorant) is {excess:.3g} above it: the loss is not "
-            "convex, and tangents do not bound it. Use bsam.theory.fenchel.worst_case."
+            f"a tangent of the loss (minus the curvature of its majorant) is {excess:.3g} above it, so the loss is "
+            "not convex, and tangents do not bound it. Use bsam.theory.fenchel.worst_case."
         )
     program = _tangent_program(loss.dim, -(-len(points) // 16) * 16)
     fill = np.minimum(np.arange(program.g.shape[0]), len(points) - 1)  # the last tangent, repeated, fills the program
@@ -189,13 +192,13 @@ def _solve_tangents(loss: Loss, A: Array, points: Array, omega: Array, V: Array)
 
 @dataclass(frozen=True)
 class Trace:
-    """The states of a learning rule, from the start to the end, and the two objectives there.
+    """The states of a learning rule from start to end, with both objectives at each state.
 
     Args:
         mean: (steps + 1, P).
         covariance: (steps + 1, P, P).
         elbo: f - KL, (steps + 1,).
-        relaxed_elbo: f** - KL, (steps + 1,), from below.
+        relaxed_elbo: f** - KL, (steps + 1,), as a lower bound.
     """
 
     mean: Array
@@ -205,7 +208,7 @@ class Trace:
 
     @property
     def gap(self) -> Array:
-        """f - f** along the way: what the relaxation costs."""
+        """The cost of the relaxation, f - f**, at each state."""
         return self.elbo - self.relaxed_elbo
 
 
@@ -222,20 +225,20 @@ def bayesian_learning_rule(
     tolerance: float = 1e-5,
     seed: int = 0,
 ) -> Trace:
-    """Eq. 34 with full covariance, from the prior or a given Gaussian.
+    """Run Eq. 34 with full covariance, from the prior or a given Gaussian.
 
     Args:
         loss: A loss as in `biconjugate_gradient`.
         prior_precision: delta_0; the prior is N(0, I/delta_0).
         objective: `"bayes"` follows grad f, `"relaxed"` grad f**.
         learning_rate: alpha in (0, 1].
-        num_steps: How many steps.
+        num_steps: Number of steps.
         mean: omega at the start.
         covariance: V at the start.
-        num_tangents: L, how many tangent points are drawn from q in each step. Some of those that were added in the
-            steps before are kept besides.
-        tolerance: Of f**, see `biconjugate_gradient`.
-        seed: Of these draws.
+        num_tangents: L, the number of tangent points drawn from q in each step. Some points that earlier steps added
+            are kept as well.
+        tolerance: Tolerance of f**, see `biconjugate_gradient`.
+        seed: Seed of the tangent points.
     """
     if objective not in ("bayes", "relaxed"):
         raise ValueError(f"objective={objective!r} must be 'bayes' or 'relaxed'.")

@@ -7,22 +7,22 @@ With T the sufficient statistics of a Gaussian family (`bsam.theory.gaussian`) a
                  = [ sup_eps  loss(m + eps) - 1/2 <eps, S eps> ] + 1/2 <m, S m>           Eq. 17
     f**(mu)      = sup_{lambda'}  <lambda', mu> - f*(lambda')                             Eq. 8
 
-where lambda' = (S m, -S/2) belongs to N(m, S^-1). The bracket is the max-loss of SAM in its proximal form (`max_loss`);
-f* is that plus a constant, and f** is the largest convex function below f.
+where lambda' = (S m, -S/2) belongs to N(m, S^-1). The bracket is the max-loss of SAM in its proximal form (`max_loss`).
+f* is this max-loss plus a constant, and f** is the largest convex function below f.
 
-**What f** is, without conjugates.** f* is a supremum of functions linear in lambda', one for each theta, so f** is a
-linear program, and its dual has a distribution w over theta as its unknown:
+**f** without conjugates.** f* is a supremum of functions that are linear in lambda', one per theta. So f** is a linear
+program, and the unknown of its dual is a distribution w over theta:
 
     -f**(mu) = sup { E_w[loss(theta)] :  w any distribution with E_w[T(theta)] = mu }.
 
-Bayes takes the expected loss under one distribution with these moments, the Gaussian; relaxed Bayes under the worst. So
-f** <= f is evident, f** = f for a quadratic loss whose Hessian the family contains (only the moments count), and both
-are -loss(omega) when the variance goes to zero. In pictures, f** is the lower convex envelope of the curve
-(T(theta), -loss(theta)).
+Bayes takes the expected loss under one distribution with these moments, the Gaussian. Relaxed Bayes takes it under the
+worst distribution. This shows that f** <= f, that f** = f for a quadratic loss whose Hessian the family contains (only
+the moments matter), and that both become -loss(omega) when the variance goes to zero. In pictures, f** is the lower
+convex envelope of the curve (T(theta), -loss(theta)).
 
-Two details. The supremum may need mass that escapes to infinity and takes second moment with it, at the price of the
-loss's curvature there (`Majorant.curvature`); this mirrors that f* is infinite for a precision S below that curvature.
-And in one dimension three atoms are enough (three equations).
+Two details: The supremum may need mass that escapes to infinity and carries second moment with it, at the price of the
+loss's curvature there (`Majorant.curvature`). This corresponds to f* being infinite for a precision S below that
+curvature. In one dimension three atoms are enough, because there are three equations.
 """
 
 from bsam.theory.fenchel.conjugates import (

@@ -1,4 +1,4 @@
-"""f*, the conjugate of the expected negative loss: a max-loss, found by global search."""
+"""f*, the conjugate of the expected negative loss. It is a max-loss, which a global search finds."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ class Conjugate(NamedTuple):
 
 
 def max_loss(loss: Loss, mean: ArrayLike, precision: ArrayLike, *, resolution: float = 0.02) -> MaxLoss:
-    """sup_eps loss(mean + eps) - 1/2 <eps, precision eps>, over all eps: the second term of Eq. 9.
+    """The maximum of loss(mean + eps) - 1/2 <eps, precision eps> over all eps: the second term of Eq. 9.
 
     The search is global. With the loss's majorant c + <b, theta> + L norm(theta) + 1/2 <theta, A theta>, the objective
     at distance r from the mean m is at most
 
         c(m) + (norm(b + A m) + L) r - kappa r^2 / 2,     kappa = smallest eigenvalue of precision - A,
 
-    c(m) being the majorant at m. Beyond the radius where this parabola falls below a value already attained there is
-    nothing to find. In one dimension everything within that radius is searched on a grid and each grid maximum that
-    could still win is polished by bisection on the derivative; in P dimensions many scattered points are tried and
-    the best, and some others, polished by BFGS (no guarantee, but P is small). Where kappa <= 0 the result is +inf.
+    where c(m) is the majorant at m. Beyond the radius where this parabola falls below an attained value there is no
+    maximum. In one dimension, a grid covers everything within that radius, and each grid maximum that may still be the
+    largest is refined by bisection on the derivative. In P dimensions, many scattered points are tried, and the best
+    and some others are refined by BFGS (without a guarantee, but P is small). Where kappa <= 0 the result is +inf.
 
     Args:
         loss: A loss with a majorant.
         mean: m: in one dimension an array of any shape, in P dimensions one vector.
         precision: S: in one dimension an array that broadcasts with `mean`, in P dimensions a number or a P x P matrix.
-        resolution: Spacing of the grid in one dimension: finer than the distance between neighbouring maxima.
+        resolution: Spacing of the grid in one dimension, less than the distance between neighbouring maxima.
 
     >>> from bsam.theory.losses import quadratic
     >>> max_loss(quadratic(0.0, 1.0), [1.0, 2.0], 2.0)
@@ -77,13 +77,13 @@ def max_loss(loss: Loss, mean: ArrayLike, precision: ArrayLike, *, resolution: f
 
 
 def max_loss_in_ball(loss: Loss, mean: ArrayLike, rho: float, *, resolution: float = 0.02) -> MaxLoss:
-    """sup over norm(eps) <= rho of loss(mean + eps): the max-loss of SAM in its trust-region form, Eq. 1.
+    """The maximum of loss(mean + eps) over norm(eps) <= rho: the max-loss of SAM in its trust-region form, Eq. 1.
 
-    In one dimension by a grid of at most this resolution and bisection; in P dimensions many points of the ball are
-    tried and the best polished by SLSQP.
+    In one dimension, it is found on a grid of at most this resolution and refined by bisection. In P dimensions, many
+    points of the ball are tried, and the best are refined by SLSQP.
 
     Args:
-        loss: The loss; no majorant needed.
+        loss: The loss. It needs no majorant.
         mean: An array of any shape in one dimension, one vector in P.
         rho: Radius, >= 0.
         resolution: Largest spacing of the grid in one dimension.
@@ -113,7 +113,7 @@ def max_loss_in_ball(loss: Loss, mean: ArrayLike, rho: float, *, resolution: flo
 
 
 def conjugate(loss: Loss, natural: Pair, *, resolution: float = 0.02) -> Conjugate:
-    """f*(lambda') by Theorem 1: the supremum over theta.
+    """f*(lambda') by Theorem 1, as a supremum over theta.
 
     Args:
         loss: A loss with a majorant.
@@ -121,7 +121,7 @@ def conjugate(loss: Loss, natural: Pair, *, resolution: float = 0.02) -> Conjuga
         resolution: See `max_loss`.
 
     Returns:
-        The value, +inf outside the domain of f*, and the maximiser.
+        The value, which is +inf outside the domain of f*, and the maximiser.
 
     >>> from bsam.theory.losses import quadratic
     >>> conjugate(quadratic(0.0, 1.0), (2.0, -1.0)).value.item()  # (lambda_1 + b)^2 / (4 (-lambda_2 - a / 2))
@@ -137,7 +137,7 @@ def conjugate(loss: Loss, natural: Pair, *, resolution: float = 0.02) -> Conjuga
 
 
 def conjugate_maximisers(loss: Loss, natural: Pair, starts: Array | None = None) -> tuple[float, Array]:
-    """One f*(lambda') and the theta at which it was found; in P dimensions further local maxima follow, (k, P).
+    """One f*(lambda') and the theta that attains it; in P dimensions further local maxima follow, (k, P).
 
     Args:
         loss: A loss with a majorant.
@@ -145,7 +145,7 @@ def conjugate_maximisers(loss: Loss, natural: Pair, starts: Array | None = None)
         starts: Further starting points of the search in P dimensions, (n, P).
 
     Returns:
-        +inf and no theta outside the domain of f*.
+        The value and the maximisers; +inf and no theta outside the domain of f*.
     """
     S = -2 * np.asarray(natural[1], float)
     if np.linalg.eigvalsh(np.atleast_2d(S - loss.checked_majorant.curvature))[0] <= 0:
@@ -159,31 +159,31 @@ def conjugate_maximisers(loss: Loss, natural: Pair, starts: Array | None = None)
 
 
 def conjugate_over_gaussians(loss: Loss, natural: Pair, variance: float, *, resolution: float = 0.02) -> Array:
-    """sup over Gaussians of <mu'', lambda'> - f(mu''), among those with covariance `variance` times the identity.
+    """The supremum of <mu'', lambda'> - f(mu'') over Gaussians with covariance `variance` times the identity.
 
     This is the left-hand side of Theorem 1 restricted to one variance: the expectation of <T(theta), lambda'> +
-    loss(theta), maximised over the mean. Smoothing never raises a maximum, so it grows when the variance shrinks, and
-    its limit is f*(lambda').
+    loss(theta), maximised over the mean. Smoothing never raises a maximum, so this value grows when the variance
+    shrinks, and its limit is f*(lambda').
     """
     trace = np.trace(natural[1]) if loss.dim > 1 else np.asarray(natural[1], float)
     return trace * variance + conjugate(smoothed(loss, variance), natural, resolution=resolution).value
 
 
 def finite_loss(loss: Loss, theta: Array) -> Array:
-    """loss(theta), or an error where it is not a finite number."""
+    """Return loss(theta), or raise where it is not a finite number."""
     value = loss(theta)
     wrong = ~np.isfinite(value)
     if wrong.any():
         raise ValueError(
             f"loss={value[wrong][0]} at theta={theta[wrong][0]}: a loss must be finite everywhere. Where a formula "
-            "overflows, write it in another form, as numpy.logaddexp(0, z) for log(1 + exp(z)); where the loss is not "
-            "defined, continue it by a large constant."
+            "overflows, write it in another form, as numpy.logaddexp(0, z) for log(1 + exp(z)). Where the loss is not "
+            "defined, continue it with a large constant."
         )
     return value
 
 
 def checked_loss(loss: Loss, theta: Array) -> Array:
-    """loss(theta), or an error where it is not finite, or above the declared majorant."""
+    """Return loss(theta), or raise where it is not finite or exceeds the declared majorant."""
     value, majorant = finite_loss(loss, theta), loss.checked_majorant
     wrong = majorant.is_exceeded(theta, value)
     if wrong.any():
@@ -192,7 +192,7 @@ def checked_loss(loss: Loss, theta: Array) -> Array:
 
 
 def reach(loss: Loss, m: Array, S: Array) -> Array:
-    """The largest |eps| that the supremum over the line has to consider."""
+    """The largest |eps| that the supremum on the line must consider."""
     bound = loss.checked_majorant
     radius = bound.radius(m, S - bound.curvature, checked_loss(loss, m))
     probe = radius[:, None] * np.linspace(-1, 1, 65) ** 3  # a first look, dense near m, shrinks the radius
@@ -208,11 +208,11 @@ def _max_on_line(loss: Loss, mean: Array, precision: Array, resolution: float) -
     counts = reach(loss, m[finite], S[finite]) / resolution + 2
     if counts.max(initial=0) > MAX_GRID:
         raise ValueError(
-            f"the supremum has to be searched up to |eps|={counts.max() * resolution:.3g}, more than "
+            f"the search for the supremum must go up to |eps|={counts.max() * resolution:.3g}, more than "
             f"{MAX_GRID} steps of resolution={resolution}. Raise the resolution, or the precision, which is too close "
             f"to the loss's curvature at infinity, {loss.checked_majorant.curvature}."
         )
-    # Rows of similar reach and place share a grid, on which the loss is evaluated once.
+    # Rows with a similar reach and position share a grid, and the loss is evaluated once per grid.
     widths = 2 ** np.maximum(np.ceil(np.log2(counts)), 10).astype(int)
     blocks = np.floor(m[finite] / (resolution * widths)).astype(int)
     for width, block in np.unique(np.stack([widths, blocks], 1), axis=0):
@@ -232,19 +232,19 @@ def _max_on_line(loss: Loss, mean: Array, precision: Array, resolution: float) -
 def _best_on_grid(
     J: Array, grid: Array, value: Callable[[Array, Rows], Array], slope: Callable[[Array, Rows], Array]
 ) -> tuple[Array, Array]:
-    """The maximum of each row of a function known on a grid: its value and its place, ends of the grid included.
+    """The maximum of each row of a function on a grid: its value and its position, which may be an end of the grid.
 
     Args:
         J: The function on the grid, (rows, n).
         grid: (n,) or (rows, n).
-        value: (places, rows) -> the function.
-        slope: (places, rows) -> its derivative.
+        value: (positions, rows) -> the function.
+        slope: (positions, rows) -> its derivative.
     """
     grid = np.broadcast_to(np.pad(grid, [(0, 0)] * (grid.ndim - 1) + [(1, 1)], mode="edge"), (len(J), J.shape[1] + 2))
     J = np.pad(J, [(0, 0), (1, 1)], constant_values=-np.inf)
     left, center, right = J[:, :-2], J[:, 1:-1], J[:, 2:]
-    # A parabola through three points, the middle one highest, rises above it by at most an eighth of their second
-    # difference; a half allows for what is not a parabola.
+    # A parabola through three points with the highest in the middle exceeds it by at most an eighth of their second
+    # difference. A half leaves room for functions that are not parabolas.
     hope = center + (2 * center - left - right) / 2
     row, i = np.nonzero((center >= left) & (center >= right) & (hope >= J.max(1, keepdims=True)))
     rising = slope(grid[row, i + 1], row) > 0
@@ -259,7 +259,7 @@ def _best_on_grid(
 
 
 def _maxima_in_space(loss: Loss, m: Array, S: Array, starts: Array | None = None) -> tuple[Array, Array]:
-    """Local maxima of loss(m + eps) - 1/2 <eps, S eps>, the best first: values (k,) and eps (k, P)."""
+    """Local maxima of loss(m + eps) - 1/2 <eps, S eps>, the largest first: values (k,) and eps (k, P)."""
     kappa, U = np.linalg.eigh(S - loss.checked_majorant.curvature)
     if kappa[0] <= 0:
         return np.array([np.inf]), np.full((1, loss.dim), np.nan)
@@ -268,7 +268,7 @@ def _maxima_in_space(loss: Loss, m: Array, S: Array, starts: Array | None = None
         return float(eps @ S @ eps / 2 - loss(m + eps)), S @ eps - loss.gradient(m + eps)
 
     radius = loss.checked_majorant.radius(m, kappa[0], checked_loss(loss, m[None])[0])
-    radii = radius * np.logspace(-4, 0, NUM_SCATTERED)  # all scales: the radius may be far too careful
+    radii = radius * np.logspace(-4, 0, NUM_SCATTERED)  # all scales, because the radius may be much too large
     scattered = (radii[:, None] * _directions(loss.dim) * np.sqrt(kappa[0] / kappa)) @ U.T
     value = checked_loss(loss, m + scattered) - ((scattered @ S) * scattered).sum(1) / 2
     best = scattered[np.argsort(-value)[:6]]

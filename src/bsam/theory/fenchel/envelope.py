@@ -1,4 +1,4 @@
-"""f**, the biconjugate: a convex envelope on the line, a linear program for the worst distribution elsewhere."""
+"""f**, the biconjugate: a convex envelope on the line, and a linear program for the worst distribution elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HIGHS = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e
 
 
 class Biconjugate(NamedTuple):
-    """f**(mu), from below; how far above it the true value may be; and a lambda' that attains it, grad f**(mu)."""
+    """A lower bound on f**(mu), its largest error, and a lambda' that attains it, which is grad f**(mu)."""
 
     value: Array
     error: Array
@@ -30,7 +30,7 @@ class Biconjugate(NamedTuple):
 class WorstCase(NamedTuple):
     """A `Biconjugate` at one mu, with the atoms and weights of the worst distribution.
 
-    Their moments are mu, except where second moment has escaped to infinity.
+    The moments of this distribution are mu, except where second moment has escaped to infinity.
     """
 
     value: float
@@ -45,13 +45,13 @@ def biconjugate(
 ) -> Biconjugate:
     """f**(mu) for one-dimensional Gaussians N(mean, variance), on grids of any shape.
 
-    With theta on a grid, f** is the lower convex envelope of the points (theta_i, theta_i^2, -loss(theta_i)), and its
-    facets are the planes lambda' that matter: one convex hull serves all mu. Atoms on a grid are a restriction, so
-    the envelope is an upper bound. Each of its planes, with f* computed without the grid by `conjugate`, is a lower
-    bound. The grid is refined until the two agree; the lower one is returned, so the result never exceeds f**. Means
-    that are far from each other have grids of their own.
+    On a grid of theta, f** is the lower convex envelope of the points (theta_i, theta_i^2, -loss(theta_i)). Its facets
+    are the planes lambda' that matter, so one convex hull is enough for all mu. Atoms on a grid are a restriction, so
+    the envelope is an upper bound. Each of its planes, with f* computed without the grid by `conjugate`, gives a lower
+    bound. The grid is refined until both bounds agree. The lower bound is returned, so the result never exceeds f**.
+    Means that are far from each other have separate grids.
 
-    (The hull is that of -loss + a/2 theta^2, a the curvature at infinity, and of the same points moved up along
+    (The hull is that of -loss + a/2 theta^2, with a the curvature at infinity, and of the same points moved up along
     theta^2: mass that escapes to infinity raises the second moment at no cost. This is the constraint S >= a.)
 
     Args:
@@ -59,7 +59,7 @@ def biconjugate(
         mean: omega.
         variance: v >= 0; for v = 0 this is -loss(omega).
         tolerance: Largest allowed difference of the two bounds.
-        resolution: The first spacing of the grid, and the one of `conjugate`.
+        resolution: First spacing of the grid, and the resolution of `conjugate`.
 
     >>> from bsam.theory.fenchel import expected_negative_loss
     >>> from bsam.theory.losses import three_minima
@@ -70,7 +70,8 @@ def biconjugate(
     omega, v = np.broadcast_arrays(np.asarray(mean, float), np.asarray(variance, float))
     if loss.dim != 1 or (v < 0).any():
         raise ValueError(
-            f"loss.dim={loss.dim} must be 1 and variance={v.min()} not negative. In P dimensions use worst_case."
+            f"loss.dim={loss.dim} must be 1, and variance={v.min()} must not be negative. In P dimensions use "
+            "worst_case."
         )
     shape, omega, v = omega.shape, omega.ravel(), v.ravel()
     value, error, first, second = np.empty((4, omega.size))
@@ -88,7 +89,7 @@ def _first_radius(omega: ArrayLike, v: Array) -> float:
 def _on_one_grid(loss: Loss, omega: Array, v: Array, tolerance: float, resolution: float) -> Biconjugate:
     """`biconjugate` of vectors of means and variances, on a grid around the means.
 
-    Its center is a whole number, so that means which are close to each other see the same grid.
+    The center of the grid is a whole number, so that means which are close to each other use the same grid.
     """
     center = np.round((omega.min() + omega.max()) / 2)
     loss, omega = _around(loss, center), omega - center
@@ -99,7 +100,7 @@ def _on_one_grid(loss: Loss, omega: Array, v: Array, tolerance: float, resolutio
     error = np.asarray(np.inf)
     while radius / step < MAX_HULL / 2:
         grid = step * np.arange(-np.ceil(radius / step), np.ceil(radius / step) + 1)
-        planes, offsets = _lower_planes(loss, np.union1d(grid, omega))  # with omega, each mu lies over the grid's hull
+        planes, offsets = _lower_planes(loss, np.union1d(grid, omega))  # with omega, each mu lies above the grid's hull
         upper, facet = _highest(planes, offsets, mu)
         used, facet = np.unique(facet, return_inverse=True)  # the other planes cannot win
         lambda_1, lambda_2 = planes[used, 0], np.minimum(planes[used, 1], -margin / 2)
@@ -118,13 +119,13 @@ def _on_one_grid(loss: Loss, omega: Array, v: Array, tolerance: float, resolutio
         else:  # the error goes with the square of the step
             step *= max(0.1, 0.7 * float(np.sqrt(tolerance / error.max())))
     raise RuntimeError(
-        f"f** is known to {error.max():.1e} only, tolerance={tolerance} was asked for, and the grid would grow beyond "
+        f"f** is known only to {error.max():.1e}, not to tolerance={tolerance}, and a finer grid would have more than "
         f"{MAX_HULL} points. Raise the tolerance, or use worst_case for single points."
     )
 
 
 def _around(loss: Loss, center: Array) -> Loss:
-    """The loss as a function of theta - center: far from zero, rounding errors of theta^2 would be too large."""
+    """The loss as a function of theta - center. Far from zero, rounding errors of theta^2 would be too large."""
     return Derived(
         lambda theta: checked_loss(loss, theta + center),  # so that an error names theta
         lambda theta: loss.gradient(theta + center),
@@ -138,15 +139,15 @@ def check_bounds(difference: float, tolerance: float) -> None:
     """Raise if the upper bound on f** minus the lower one is negative, by more than the tolerance."""
     if difference < -tolerance:
         raise RuntimeError(
-            f"the lower bound on f** is {-difference:.3g} above the upper one, so one of them is wrong. Either the "
-            "loss's majorant does not hold for all theta: declare a larger one. Or the search for f* stepped over a "
-            "narrow maximum: give biconjugate a smaller resolution, or measure theta in a smaller unit."
+            f"the lower bound on f** is {-difference:.3g} above the upper bound, so one of them is wrong. Either the "
+            "loss's majorant does not hold for all theta: declare a larger one. Or the search for f* missed a narrow "
+            "maximum: give biconjugate a smaller resolution, or measure theta in a smaller unit."
         )
 
 
 def _lower_planes(loss: Loss, theta: Array) -> tuple[Array, Array]:
     """Planes (n, 2) and offsets (n,) with envelope(mu) = max_n <plane_n, mu> - offset_n, relative to a."""
-    theta = theta[np.append(True, np.diff(theta) > 1e-7)]  # coinciding points confuse the hull
+    theta = theta[np.append(True, np.diff(theta) > 1e-7)]  # the hull fails with points that coincide
     height = loss.checked_majorant.curvature * theta**2 / 2 - checked_loss(loss, theta)
     points = np.stack([theta, theta**2, height], 1)
     points = np.concatenate([points, points + np.array([0.0, theta[-1] ** 2, 0.0])])
@@ -159,7 +160,7 @@ def _lower_planes(loss: Loss, theta: Array) -> tuple[Array, Array]:
 
 
 def _highest(planes: Array, offsets: Array, mu: Array) -> tuple[Array, Rows]:
-    """max_n <plane_n, mu> - offset_n, and which n."""
+    """The maximum over n of <plane_n, mu> - offset_n, and the n that attains it."""
     values, facets = [], []
     for part in np.array_split(mu, 1 + len(mu) * len(planes) // 2**22):
         heights = part @ planes.T - offsets
@@ -179,21 +180,22 @@ def worst_case(
 ) -> WorstCase:
     """f**(mu) at one mu in any family and a few dimensions, with the distribution that attains it.
 
-    The linear program of the module's first lines, solved by adding atoms: the weights of the present atoms are
-    optimised (HiGHS), the dual variables are a lambda', and the theta that attain f*(lambda') are the next atoms. The
-    program's value is an upper bound on f**(mu), <lambda', mu> - f*(lambda') a lower one; stops when they agree. In
-    the dual this is Kelley's cutting-plane method for the concave maximisation over lambda'.
+    This solves the linear program in the docstring of `bsam.theory.fenchel` by adding atoms. HiGHS optimises the
+    weights of the present atoms, the dual variables are a lambda', and the theta that attain f*(lambda') are the next
+    atoms. The program's value is an upper bound on f**(mu), and <lambda', mu> - f*(lambda') is a lower bound. The loop
+    stops when they agree. In the dual this is Kelley's cutting-plane method for the concave maximisation over lambda'.
 
-    Mass that escapes to infinity in direction u is a column of its own: it adds T_2(u) to the second moment at the
-    cost -1/2 <u, A u>.
+    Mass that escapes to infinity in direction u is a separate column: it adds T_2(u) to the second moment at the cost
+    -1/2 <u, A u>.
 
     Args:
         loss: A loss with a majorant.
-        family: Which T. The smaller the family, the fewer moments the worst case must match, the lower f**.
+        family: The family, which defines T. In a smaller family the worst case must match fewer moments, and f** is
+            lower.
         mean: omega.
-        covariance: As the family wants it.
+        covariance: The covariance, in the form that the family takes.
         tolerance: Largest allowed difference of the two bounds.
-        max_rounds: How often to add atoms.
+        max_rounds: Largest number of times that atoms are added.
 
     >>> from bsam.theory.gaussian import Univariate
     >>> from bsam.theory.losses import Loss, Majorant
@@ -209,12 +211,12 @@ def worst_case(
     loss, omega = _around(loss, center), np.zeros_like(center)
     mu = _flat(1, *family.expectation(omega, V))[0]
     A = np.atleast_2d(loss.checked_majorant.curvature)
-    # The first atoms: 2 P that have these moments when equally weighted, and some around them.
+    # The first atoms: 2 P atoms that have these moments with equal weights, and some around them.
     scattered = 2 * np.random.default_rng(0).standard_normal((50 * P, P))
     z = np.concatenate([np.sqrt(P) * np.eye(P), -np.sqrt(P) * np.eye(P), scattered])
     atoms = omega + (z @ np.linalg.cholesky(family.matrix(V)).T).reshape(-1, *omega.shape)
     rays: Array = np.eye(P)
-    # The first lambda': a Gaussian at omega, as precise as q on top of the curvature at infinity.
+    # The first lambda': a Gaussian at omega whose precision is that of q plus the curvature at infinity.
     S = family.inverse(V) + np.linalg.eigvalsh(A)[-1] * family.identity
     best, lower = _flat(1, family.apply(S, omega), -S / 2)[0], -np.inf
     for _ in range(max_rounds):
@@ -229,11 +231,11 @@ def worst_case(
         if program.status != 0:
             raise RuntimeError(f"HiGHS did not solve the linear program of f**: {program.message}")
         outside = program.eqlin.marginals[1:]
-        if V.ndim == 2:  # the rows of theta_i theta_j and theta_j theta_i are the same and share their dual unevenly
+        if V.ndim == 2:  # theta_i theta_j and theta_j theta_i have equal rows, and unequal duals
             outside[P:] = (outside[P:].reshape(P, P) + outside[P:].reshape(P, P).T).ravel() / 2
         kappa, U = np.linalg.eigh(family.matrix(-2 * outside[P:].reshape(V.shape)) - A)
         rays = np.concatenate([rays, U.T[kappa < -1e-9]])
-        # f* is asked for between the program's lambda' and the best one: there it is finite and the cuts are deep.
+        # f* is evaluated between the program's lambda' and the best one: there it is finite and the cuts are deep.
         between = 0.7 * outside + 0.3 * best
         support = atoms[program.x[: len(atoms)] > 0]
         first, second = between[:P].reshape(omega.shape), between[P:].reshape(V.shape)
@@ -249,7 +251,7 @@ def worst_case(
             return WorstCase(value, error, natural, support + center, weights[weights > 0])
         atoms = np.concatenate([atoms, theta.reshape(-1, *omega.shape)])
     raise RuntimeError(
-        f"f** is known to {program.fun - lower:.1e} after max_rounds={max_rounds}, tolerance={tolerance} was asked for."
+        f"f** is known to {program.fun - lower:.1e} after max_rounds={max_rounds}, not to tolerance={tolerance}."
     )
 
 

@@ -36,12 +36,13 @@ def expectation(
 ) -> Expectation:
     """E[function(theta)] for theta ~ N(mean, covariance), by the trapezoidal rule in whitened coordinates.
 
-    For smooth integrands against a Gaussian the error of the trapezoidal rule falls faster than any power of the
-    spacing (Trefethen and Weideman 2014). Gauss-Hermite rules waste most nodes where the density vanishes: for
-    log(1 + exp(-30 z)) this reaches 1e-10 with some 600 nodes, Gauss-Hermite needs over ten times as many. The spacing
-    is halved until two results agree; their difference is the reported error, and that of the returned, finer one is
-    smaller. Two rules may agree because both miss a narrow well between their nodes. So nodes are never further apart
-    than `resolution`.
+    For smooth integrands against a Gaussian, the error of the trapezoidal rule falls faster than any power of the
+    spacing (Trefethen and Weideman 2014). Gauss-Hermite rules waste most nodes where the density vanishes. For
+    log(1 + exp(-30 z)), this rule reaches 1e-10 with some 600 nodes, and Gauss-Hermite needs over ten times as many.
+
+    The spacing is halved until two results agree. The reported error is their difference; the error of the returned,
+    finer result is smaller. Two rules may agree because both miss a narrow well between their nodes. Therefore nodes
+    are never further apart than `resolution`.
 
     Args:
         function: theta -> numbers or arrays, vectorised like the parts of a `Loss`.
@@ -49,10 +50,10 @@ def expectation(
         covariance: The variance, (...) and possibly zero, in one dimension; (..., P, P) in P.
         dim: P.
         tolerance: Required |error| / (1 + |value|).
-        resolution: Largest first spacing of the nodes, as a distance of two theta: the width of the narrowest well or
-            peak of the function, or less. By default 1/4 in one dimension, 1 in two and 4 in three: more nodes would
-            be too many.
-        max_points: Limit on the number of nodes for one Gaussian.
+        resolution: Largest first spacing of the nodes, as a distance between two theta: at most the width of the
+            narrowest well or peak of the function. The default is 1/4 in one dimension, 1 in two and 4 in three; a
+            smaller one would need too many nodes.
+        max_points: Largest number of nodes per Gaussian.
 
     Raises:
         RuntimeError: If the tolerance is not reached with `max_points` nodes.
@@ -92,9 +93,9 @@ def expectation(
                 return Expectation(value, error, step)
         step, previous = step / 2, value
     raise RuntimeError(
-        f"the expectation changed by {np.max(error):.1e} at the last refinement, tolerance={tolerance} was asked for, "
-        f"and a finer rule has more than max_points={max_points} nodes. Raise one of the two, or lower the variance. "
-        f"If the function has no well or peak as narrow as resolution={resolution}, raise that."
+        f"the expectation changed by {np.max(error):.1e} at the last refinement, more than tolerance={tolerance} "
+        f"allows, and a finer rule has more than max_points={max_points} nodes. Raise one of the two, or lower the "
+        f"variance. If the function has no well or peak as narrow as resolution={resolution}, raise the resolution."
     )
 
 
@@ -107,7 +108,7 @@ def expected_negative_loss(
     resolution: float | None = None,
     max_points: int = 2**20,
 ) -> Expectation:
-    """f(mu) = E[-loss(theta)] for q_mu = N(mean, covariance), arguments as in `expectation`.
+    """f(mu) = E[-loss(theta)] for q_mu = N(mean, covariance), with the arguments of `expectation`.
 
     >>> from bsam.theory.losses import quadratic
     >>> f = expected_negative_loss(quadratic(0.0, 2.0), [0.0, 1.0], 0.5)
@@ -127,7 +128,7 @@ def expected_negative_loss(
 
 
 def smoothed(loss: Loss, variance: float, *, tolerance: float = 1e-10) -> Loss:
-    """The loss theta -> E[loss(theta + e)], e ~ N(0, variance I): a slice of -f, again with derivatives and a bound."""
+    """The loss theta -> E[loss(theta + e)], e ~ N(0, variance I), with derivatives and a bound. It is a slice of -f."""
     covariance = variance if loss.dim == 1 else variance * np.eye(loss.dim)
 
     def mean_of(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
