@@ -253,8 +253,8 @@ def train(run: Run, model: nn.Module, optimizer: Any, data: Data) -> None:
             optimizer.step()
         else:
             loss = optimizer.step(functools.partial(average_loss, model, data), x, y)
-        if not math.isfinite(loss):
-            raise ArithmeticError(f"the loss is {float(loss)} at step {k + 1} of {steps}")
+        if not math.isfinite(loss.item()):
+            raise ArithmeticError(f"the loss is {loss.item()} at step {k + 1} of {steps}")
         schedule.step()
 
 
@@ -517,6 +517,8 @@ def parse(command: list[str] | None = None) -> argparse.Namespace:
     arguments.problems = arguments.problems or list(own)
     if others := [name for name in arguments.problems if name not in own]:
         parser.error(f"{', '.join(others)} are not of the set {arguments.set!r}: write the other --set.")
+    if arguments.cache.exists() and not arguments.resume:
+        parser.error(f"{arguments.cache} has runs: write --resume to go on, or another --cache.")
     if arguments.variant and arguments.set == "judged":
         parser.error("variants are for the set 'choosing': nothing is chosen on the problems that are judged.")
     return arguments

@@ -35,12 +35,12 @@ SIZES = {
     "text_lora": (1000, 300, None),  # how many passages are left depends on the version of Python
     "noisy_labels": (600, 297, 800),
     "long_run": (300, 297, 800),
-    "short_run": (640, 150, 240),
+    "short_run": (640, 150, 215),
     "digits_batchnorm": (600, 297, 800),
     "digits_vit": (600, 297, 800),
     "digits_100": (100, 297, 800),
     "fashion_10000": (10_000, 1000, 2000),
-    "wine_quality": (800, 250, 549),
+    "wine_quality": (700, 200, 459),
     "kin8nm": (3000, 1000, 2000),
     "text_words": (1000, 300, None),
     "text_lstm": (1000, 300, None),
@@ -63,7 +63,7 @@ def test_ten_problems_are_for_choosing_and_eight_others_are_judged():
 def test_sizes(name):
     data = out_of_the_box.load(name, FOLDER)
     parts = (data.train, data.validation, data.test)
-    assert all(len(x) == len(y) > 100 for x, y in parts[1:])
+    assert all(len(x) == len(y) >= 80 for x, y in parts)
     assert [len(x) for x, _ in parts[:2]] == list(SIZES[name][:2])
     assert len(data.test[0]) == (SIZES[name][2] or len(data.test[0]))
 
@@ -75,8 +75,7 @@ def test_parts_do_not_overlap(name):
         for part in (data.train, data.validation, data.test)
     ]
     twice = sum(map(len, parts)) - len(set().union(*parts))
-    # Examples of the data itself may be equal: mixtures that were measured again, the same garment.
-    assert twice <= 0.05 * len(parts[0]), twice
+    assert twice == 0, twice
 
 
 def test_the_network_fits_the_data(name):
@@ -84,13 +83,14 @@ def test_the_network_fits_the_data(name):
     x, y = (tensor[:8] for tensor in data.train)
     model = PROBLEMS[name].network(data)
     assert model(x).numel() == y.numel() * (data.num_classes or 1)
-    assert math.isfinite(average_loss(model, data, x, y))
+    assert math.isfinite(average_loss(model, data, x, y).item())
     assert (data.noise_std is None) == (data.num_classes > 0)
     assert data.failure_threshold > data.chance[0]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_two_steps(name, optimizer):
+def test_two_steps(name, optimizer, monkeypatch):
+    monkeypatch.setattr(out_of_the_box, "NUM_SAMPLES", 2)
     found = perform(Run(name, optimizer, "defaults", DEFAULTS[optimizer], 0, "validation", 2), FOLDER)
     if (name, optimizer) in IMPOSSIBLE:
         assert "BatchNorm2d that uses the statistics of the minibatch" in found["error"]
@@ -211,6 +211,9 @@ def test_the_command_writes_a_record_and_goes_on_from_its_cache(tmp_path, capsys
     assert record["runs"][2]["settings"]["prior_precision"] == pytest.approx(2.2)
     assert record["runs"][2]["settings"]["lr"] == 0.5
     assert record["problems"]["diabetes"]["sha256"]
+    with pytest.raises(SystemExit):
+        out_of_the_box.main(command)
+    assert "write --resume" in capsys.readouterr().err
     out_of_the_box.main([*command, "--resume"])
     assert "3 runs, 0 of them new" in capsys.readouterr().out
     out_of_the_box.main([*command, "--resume", "--again", "BSAM"])
