@@ -1,0 +1,226 @@
+"""The benchmark of small problems: each loads and is cut as it says, and every optimizer takes steps on each."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import bsam
+from benchmarks import out_of_the_box
+from benchmarks.out_of_the_box import (
+    DEFAULTS,
+    IMPOSSIBLE,
+    OPTIMIZERS,
+    Cache,
+    Run,
+    converted,
+    parse,
+    perform,
+    random_settings,
+    summarise,
+)
+from benchmarks.small_problems import CHOOSING, JUDGED, PROBLEMS, average_loss, digits, missing_data
+from bsam.experiments.data import data_folder
+from bsam.experiments.record import read_json
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "data" if (ROOT / "data").exists() else data_folder()
+SIZES = {
+    "digits_mlp": (600, 297, 800),
+    "digits_groupnorm": (600, 297, 800),
+    "fashion_1000": (1000, 1000, 2000),
+    "breast_cancer": (250, 100, 219),
+    "diabetes": (220, 80, 142),
+    "text_transformer": (1875, 300, 300),
+    "text_lora": (1000, 300, None),  # how many passages are left depends on the version of Python
+    "noisy_labels": (600, 297, 800),
+    "long_run": (300, 297, 800),
+    "short_run": (640, 150, 215),
+    "digits_batchnorm": (600, 297, 800),
+    "digits_vit": (600, 297, 800),
+    "digits_100": (100, 297, 800),
+    "fashion_10000": (10_000, 1000, 2000),
+    "wine_quality": (700, 200, 459),
+    "kin8nm": (3000, 1000, 2000),
+    "text_words": (1000, 300, None),
+    "text_lstm": (1000, 300, None),
+}
+
+
+@pytest.fixture(params=PROBLEMS)
+def name(request):
+    if why := missing_data(request.param, FOLDER):
+        pytest.skip(why)
+    return request.param
+
+
+def test_ten_problems_are_for_choosing_and_eight_others_are_judged():
+    assert len(CHOOSING) == 10
+    assert len(JUDGED) == 8
+    assert len(PROBLEMS) == 18
+
+
+def test_sizes(name):
+    data = out_of_the_box.load(name, FOLDER)
+    parts = (data.train, data.validation, data.test)
+    assert all(len(x) == len(y) >= 80 for x, y in parts)
+    assert [len(x) for x, _ in parts[:2]] == list(SIZES[name][:2])
+    assert len(data.test[0]) == (SIZES[name][2] or len(data.test[0]))
+
+
+def test_parts_do_not_overlap(name):
+    data = out_of_the_box.load(name, FOLDER)
+    parts = [
+        {(tuple(x.flatten().tolist()), *y.flatten().tolist()) for x, y in zip(*part, strict=True)}
+        for part in (data.train, data.validation, data.test)
+    ]
+    twice = sum(map(len, parts)) - len(set().union(*parts))
+    assert twice == 0, twice
+
+
+def test_the_network_fits_the_data(name):
+    data = out_of_the_box.load(name, FOLDER)
+    x, y = (tensor[:8] for tensor in data.train)
+    model = PROBLEMS[name].network(data)
+    assert model(x).numel() == y.numel() * (data.num_classes or 1)
+    assert math.isfinite(average_loss(model, data, x, y).item())
+    assert (data.noise_std is None) == (data.num_classes > 0)
+    assert data.failure_threshold > data.chance[0]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_two_steps(name, optimizer, monkeypatch):
+    monkeypatch.setattr(out_of_the_box, "NUM_SAMPLES", 2)
+    found = perform(Run(name, optimizer, "defaults", DEFAULTS[optimizer], 0, "validation", 2), FOLDER)
+    if (name, optimizer) in IMPOSSIBLE:
+        assert "BatchNorm2d that uses the statistics of the minibatch" in found["error"]
+        assert found["failure"] == "raised"
+    else:
+        assert found["error"] is None
+        has_classes = out_of_the_box.load(name, FOLDER).num_classes > 0
+        assert set(found["averaged"]) == set(found["mean"]) == {"accuracy", "nll", *(["ece"] if has_classes else [])}
+
+
+def test_a_run_can_be_repeated():
+    run = Run("digits_mlp", "BSAM", "defaults", {}, 3, "test", 5)
+    first, second = (perform(run, FOLDER) for _ in range(2))
+    assert first["averaged"] == second["averaged"]
+    assert first["averaged"] != perform(Run("digits_mlp", "BSAM", "defaults", {}, 4, "test", 5), FOLDER)["averaged"]
+
+
+def test_a_fifth_of_the_noisy_labels_is_drawn_at_random():
+    noisy, clean = (digits(600, seed=13, noisy=share)(FOLDER) for share in (0.2, 0.0))
+    assert noisy.shuffled == 120 + 59
+    assert 85 <= (noisy.train[1] != clean.train[1]).sum() <= 120  # a tenth of them is drawn as it was
+    assert torch.equal(noisy.test[1], clean.test[1])
+
+
+def test_the_short_run_has_200_steps():
+    assert PROBLEMS["short_run"].epochs * SIZES["short_run"][0] // PROBLEMS["short_run"].batch_size == 200
+
+
+def test_only_adapters_and_the_head_of_the_adapted_transformer_are_trained():
+    model = PROBLEMS["text_lora"].network(out_of_the_box.load("text_lora", FOLDER))
+    trained = {name.split(".")[-1] for name, p in model.named_parameters() if p.requires_grad and "head" not in name}
+    assert trained == {"up", "down"}
+
+
+def test_a_converted_step_is_sgds():
+    """With gradients that do not change, without noise and curvature, and after the average has filled."""
+    settings = converted("BSAM", sgd={"lr": 0.1, "momentum": 0.0, "weight_decay": 1e-3})
+    weights = {}
+    for optimizer, options in {
+        "SGD": {"lr": 0.1, "weight_decay": 1e-3},
+        "BSAM": {**settings, "rho": 0.0, "sample_noise": False, "betas": (0.0, 1 - 1e-9)},
+    }.items():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        made = out_of_the_box.make_optimizer(optimizer, model, options, num_data=50, seed=0)
+        x = torch.ones(4, 3)
+        for _ in range(3):
+            if optimizer == "SGD":
+                made.zero_grad()
+                model(x).square().mean().backward()
+                made.step()
+            else:
+                made.step(lambda x, model=model: model(x).square().mean(), x)
+        weights[optimizer] = model.weight.detach().clone()
+    torch.testing.assert_close(weights["BSAM"], weights["SGD"])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_random_settings_are_eight_and_always_the_same(optimizer):
+    settings = random_settings(optimizer)
+    assert settings == random_settings(optimizer)
+    assert len({str(each) for each in settings}) == 8
+    for each in settings:
+        out_of_the_box.make_optimizer(optimizer, torch.nn.Linear(1, 1), each, num_data=10, seed=0)
+
+
+def test_what_a_run_depends_on_is_in_its_key(monkeypatch):
+    run = Run("digits_mlp", "BSAM", "defaults", {}, 0, "test")
+    assert run.key == Run("digits_mlp", "BSAM", "another name of it", {}, 0, "test").key
+    others = [
+        Run("digits_mlp", "BSAM", "defaults", {"lr": 0.2}, 0, "test"),
+        Run("digits_mlp", "BSAM", "defaults", {"weight_decay_as_prior": 0.1}, 0, "test"),
+        Run("digits_mlp", "BSAM", "defaults", {}, 1, "test"),
+        Run("digits_mlp", "BSAM", "defaults", {}, 0, "validation"),
+        Run("diabetes", "BSAM", "defaults", {}, 0, "test"),
+    ]
+    assert len({run.key, *(other.key for other in others)}) == 6
+    monkeypatch.setitem(bsam.BSAM.__init__.__kwdefaults__, "rho", 0.3)  # another default of the package
+    assert Run("digits_mlp", "BSAM", "defaults", {}, 0, "test").key != run.key
+
+
+def test_variants_are_refused_on_problems_that_are_judged(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--set", "judged", "--variant", 'a={"lr": 1.0}'])
+    assert "nothing is chosen" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse(["--problems", "kin8nm"])
+    assert "not of the set" in capsys.readouterr().err
+
+
+def test_regret_is_the_distance_from_the_best_row_and_a_failure_counts_as_chance():
+    def run(optimizer, accuracy, nll, failure=None):
+        averaged = {"accuracy": accuracy, "nll": nll, "ece": 0.1}
+        known = {"problem": "p", "optimizer": optimizer, "kind": "defaults", "cpu_seconds": 1.0}
+        return {**known, "averaged": averaged, "failure": failure}
+
+    runs = [run("A", 0.9, 0.3), run("A", 0.7, 0.5), run("B", 0.6, 0.2), run("C", -5.0, 99.0, "at chance")]
+    table = summarise(runs, {"p": (0.1, 2.3)})["p"]
+    rows = {row[0]: (cell["accuracy_regret"], cell["nll_regret"], cell["failures"]) for row, cell in table.items()}
+    assert rows["A"] == pytest.approx((0, 0.2, 0))
+    assert rows["B"] == pytest.approx((0.2, 0, 0))
+    assert rows["C"] == pytest.approx((0.7, 2.1, 1))
+    assert table["C", "defaults"]["ece"] is None
+
+
+def test_the_command_writes_a_record_and_goes_on_from_its_cache(tmp_path, capsys):
+    command = ["--data", str(FOLDER), "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "record.json")]
+    command += ["--problems", "diabetes", "--optimizers", "SGD", "BSAM", "--kinds", "defaults", "--seeds", "1"]
+    command += ["--max-steps", "2", "--workers", "1", "--variant", 'a={"lr": 0.5, "weight_decay_as_prior": 0.01}']
+    out_of_the_box.main(command)
+    assert "3 runs, 3 of them new" in capsys.readouterr().out
+    record = read_json(tmp_path / "record.json")
+    assert [(run["optimizer"], run["kind"]) for run in record["runs"]] == [
+        ("SGD", "defaults"),
+        ("BSAM", "defaults"),
+        ("BSAM", "variant:a"),
+    ]
+    assert record["runs"][2]["settings"]["prior_precision"] == pytest.approx(2.2)
+    assert record["runs"][2]["settings"]["lr"] == 0.5
+    assert record["problems"]["diabetes"]["sha256"]
+    with pytest.raises(SystemExit):
+        out_of_the_box.main(command)
+    assert "write --resume" in capsys.readouterr().err
+    out_of_the_box.main([*command, "--resume"])
+    assert "3 runs, 0 of them new" in capsys.readouterr().out
+    left = Cache(tmp_path / "cache", resume=True, again=["BSAM"]).runs.values()
+    assert [run["optimizer"] for run in left] == ["SGD"]
+
+
+def test_a_missing_data_folder_is_said(tmp_path):
+    assert "is not there" in missing_data("kin8nm", tmp_path)
+    assert missing_data("digits_mlp", tmp_path) is None
