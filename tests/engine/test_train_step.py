@@ -586,8 +586,8 @@ def test_runs_need_one_of_each():
             "the runs differ in curvature: mean_abs and abs_mean. Runs that are",
         ),
         (lambda: Run("SAM-SGD"), "must have optimizers of one class"),
-        (lambda: Run("BSAM", "partly frozen"), "the model of run 1 differs from that of run 0"),
-        (lambda: Run("BSAM", "convolutional"), "the model of run 1 differs from that of run 0"),
+        (lambda: Run("BSAM", "partly frozen"), "the model of run 1 differs from the model of run 0"),
+        (lambda: Run("BSAM", "convolutional"), "the model of run 1 differs from the model of run 0"),
     ],
 )
 def test_runs_must_be_alike(other, message):
