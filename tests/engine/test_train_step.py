@@ -574,7 +574,7 @@ def test_runs_need_one_of_each():
         runs,
         lambda: TrainStep(optimizers, [runs[0].loss_fn], batch, compile=False),
         ValueError,
-        "2 optimizers, 1 loss functions and 2 modules: give one of each for a run",
+        "2 optimizers, 1 loss functions and 2 modules: give one of each per run",
     )
 
 

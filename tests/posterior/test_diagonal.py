@@ -538,7 +538,7 @@ def rewritten(path, **metadata):
         ({"format": None}, r"format=None: expected 'bsam\.posterior'"),
         ({"format": "pt"}, "format='pt'"),
         ({"version": "3"}, "version='3': this bsam reads version '2'"),
-        ({"sha256": "0" * 64}, "is damaged: its contents do not have the checksum"),
+        ({"sha256": "0" * 64}, "is damaged: its contents do not match its checksum"),
         ({"kind": "swag"}, "kind='swag': expected 'diagonal_gaussian' or 'low_rank_gaussian' or 'point'"),
         ({"settings": None}, "settings"),
         ({"settings": "{"}, "do not make sense"),
