@@ -237,8 +237,8 @@ class BSAM(GaussianOptimizer):
         del g, start  # their memory is free once the weights are written
         tally.add("gradient", grad_at(worse))  # line 6
 
-    def _update(self, slot: Slot, **statistics: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        g_eps, g, s = statistics["gradient"], statistics["first_gradient"], slot.state["unit_precision"]
+    def _update(self, slot: Slot, **averages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        g_eps, g, s = averages["gradient"], averages["first_gradient"], slot.state["unit_precision"]
         h = curvature(g if self._option("curvature") == "mean_abs" else g.abs(), s)
         omega, g_m, s = update(
             slot.mean.to(slot.dtype),

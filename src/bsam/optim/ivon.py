@@ -204,15 +204,15 @@ class IVON(GaussianOptimizer):
         tally.add("hessian", estimates)
         tally.add("gradient", g)
 
-    def _update(self, slot: Slot, **statistics: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _update(self, slot: Slot, **averages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         state, letters = slot.state, self._letters(slot.group)
         correction = (1 - letters["beta1"] ** (state["step"] + 1).double()).to(slot.dtype)
         m, g, h = update(
             slot.mean.to(slot.dtype),
             state["momentum"],
             state["hessian"],
-            statistics["gradient"],
-            statistics["hessian"] if slot.group["sample"] else state["hessian"],
+            averages["gradient"],
+            averages["hessian"] if slot.group["sample"] else state["hessian"],
             correction=slot.per_element(correction),
             clip_radius=slot.group["clip_radius"],
             **letters,
