@@ -6,7 +6,7 @@ from bsam.batch_norm import recalibrate_batch_norm
 from bsam.engine import TrainStep
 from bsam.optim import ASAM, BSAM, IVON, SAM, SWAG, VOGN
 from bsam.posterior import DiagonalGaussian, LowRankGaussian, PointMass, Posterior, laplace, load_posterior
-from bsam.prediction import GaussianPredictions, Predictions, predict, predict_linearised
+from bsam.prediction import Calibration, GaussianPredictions, Predictions, calibrate, predict, predict_linearised
 
 __all__ = [
     "ASAM",
@@ -15,6 +15,7 @@ __all__ = [
     "SAM",
     "SWAG",
     "VOGN",
+    "Calibration",
     "DiagonalGaussian",
     "GaussianPredictions",
     "LowRankGaussian",
@@ -22,6 +23,7 @@ __all__ = [
     "Posterior",
     "Predictions",
     "TrainStep",
+    "calibrate",
     "laplace",
     "load_posterior",
     "metrics",

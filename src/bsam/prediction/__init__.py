@@ -1,7 +1,8 @@
 """Predictions averaged over a posterior."""
 
+from bsam.prediction.calibrate import Calibration, calibrate
 from bsam.prediction.linearised import predict_linearised
 from bsam.prediction.predict import predict
 from bsam.prediction.results import GaussianPredictions, Predictions
 
-__all__ = ["GaussianPredictions", "Predictions", "predict", "predict_linearised"]
+__all__ = ["Calibration", "GaussianPredictions", "Predictions", "calibrate", "predict", "predict_linearised"]
