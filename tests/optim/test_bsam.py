@@ -625,3 +625,48 @@ def test_numbers_of_numpy_and_numbers_too_large():
     assert bsam.BSAM([w], num_data=np.int64(50)).effective_num_data == 50
     with pytest.raises(ValueError, match="num_data"):
         bsam.BSAM([w], num_data=10**400)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+def test_from_sgd_takes_the_steps_of_sgd_where_there_is_no_curvature(momentum, weight_decay):
+    problem, twin = logistic(), logistic()
+    still = {"rho": 0.0, "sample_noise": False, "betas": (momentum, 1 - 1e-15)}  # s stays at 1
+    ours = bsam.BSAM.from_sgd(problem.model.parameters(), 0.1, momentum, weight_decay, num_data=40, **still)
+    sgd = torch.optim.SGD(twin.model.parameters(), 0.1, momentum, weight_decay=weight_decay)
+    for _ in range(20):
+        ours.step(problem.loss_fn, problem.x, problem.y)
+        sgd.zero_grad()
+        twin.loss_fn(twin.x, twin.y).backward()
+        sgd.step()
+    np.testing.assert_allclose(problem.weights(), twin.weights(), rtol=1e-10)
+
+
+def test_from_sgd_starts_where_it_stays():
+    (parameter,) = [nn.Parameter(torch.ones(2))]
+    optimizer = bsam.BSAM.from_sgd([parameter], 0.1, 0.9, 5e-4, num_data=1000)
+    (group,) = optimizer.param_groups
+    assert group["lr"] == pytest.approx(1.0)
+    assert group["prior_precision"] / 1000 + group["damping"] == pytest.approx(group["init_precision"])
+    with pytest.raises(ValueError, match=r"momentum=1\.0 must lie in"):
+        bsam.BSAM.from_sgd([parameter], 0.1, 1.0, num_data=1000)
+
+
+@pytest.mark.parametrize("name", ["BSAM", "VOGN", "IVON"])
+def test_the_prior_may_be_given_as_weight_decay(name):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+    def make(groups, **given):
+        options = {"num_data": 200, "augmentation_factor": 2.0, "module": model, **given}
+        return getattr(bsam, name)(groups, **options)
+
+    assert make(model.parameters(), weight_decay=0.01).param_groups[0]["prior_precision"] == pytest.approx(4.0)
+    assert make(model.parameters()).param_groups[0]["prior_precision"] == 25.0
+    groups = [{"params": model[0].parameters(), "weight_decay": 0.0}, {"params": model[1].parameters()}]
+    priors = [group["prior_precision"] for group in make(groups, weight_decay=0.01).param_groups]
+    assert priors == pytest.approx([0.0, 4.0])
+    assert "weight_decay" in groups[0]  # the user's own dictionary
+    with pytest.raises(ValueError, match="say the same thing"):
+        make(model.parameters(), weight_decay=0.01, prior_precision=4.0)
+    with pytest.raises(ValueError, match="weight_decay=-1"):
+        make([{"params": model.parameters(), "weight_decay": -1.0}])

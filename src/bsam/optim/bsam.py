@@ -100,8 +100,10 @@ class BSAM(GaussianOptimizer):
         num_data: Number of training examples. The loss of a batch is a mean, and the posterior needs the sum over all
             examples, so this number sets how certain the posterior is.
         rho: Size of the adversarial step.
-        prior_precision: Precision of the Gaussian prior on the weights (N delta in the paper). It also acts as weight
-            decay of strength prior_precision / N on all parameters.
+        prior_precision: Precision of the Gaussian prior on the weights (N delta in the paper), 25 by default. It also
+            acts as weight decay of strength prior_precision / N on all parameters.
+        weight_decay: The same in the units of torch's optimizers: prior_precision = weight_decay * N. Give one of the
+            two. Groups take both names as well.
         betas: Decay of the averages of the gradient and of the precision. Use beta2 = 0.99 for runs of a few hundred
             steps: the precision starts at `init_precision` and forgets this value in about 1 / (1 - beta2) steps.
         damping: Constant gamma that is added to the curvature.
@@ -152,7 +154,8 @@ class BSAM(GaussianOptimizer):
         *,
         num_data: float,
         rho: float = 0.01,
-        prior_precision: float = 25.0,
+        prior_precision: float | None = None,
+        weight_decay: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         damping: float = 0.1,
         init_precision: float = 1.0,
@@ -172,7 +175,9 @@ class BSAM(GaussianOptimizer):
         defaults = {
             "lr": lr,
             "rho": rho,
-            "prior_precision": prior_precision,
+            "prior_precision": options.prior(
+                prior_precision, weight_decay, num_data * augmentation_factor, default=25.0
+            ),
             "betas": betas,
             "damping": damping,
             "perturb": True,
@@ -190,6 +195,48 @@ class BSAM(GaussianOptimizer):
             "seed": seed,
         }
         super().__init__(params, defaults, module=module, process_group=process_group, vectorise=vectorise)
+
+    @classmethod
+    def from_sgd(
+        cls,
+        params: Any,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        num_data: float,
+        **further: Any,
+    ) -> BSAM:
+        """bSAM with the steps of `torch.optim.SGD(params, lr, momentum, weight_decay)`, where there is no curvature.
+
+        With s at a constant value, line 9 is a step of alpha / s times an average of gradients, and SGD's step is
+        lr / (1 - momentum) times that average. So at s = 1 the learning rate is lr / (1 - momentum), and the damping
+        is what is missing to 1. Where gradients are large, s is above 1 and steps are shorter than SGD's. The noise
+        has the standard deviation 1 / sqrt(N) at s = 1.
+
+        Args:
+            params: Parameters, named parameters, or groups of them.
+            lr: Learning rate of SGD.
+            momentum: Momentum of SGD.
+            weight_decay: Weight decay of SGD.
+            num_data: Number of training examples.
+            further: Options of bSAM that differ from those derived here. By default `rho` is 0.05, as is common for
+                SAM, and `betas` is (momentum, 0.99).
+        """
+        options.non_negative("weight_decay", weight_decay)
+        if weight_decay >= 1 or not 0 <= momentum < 1:
+            raise ValueError(
+                f"momentum={momentum} must lie in [0, 1) and weight_decay={weight_decay} below 1, as SGD has them."
+            )
+        settings = {
+            "lr": lr / (1 - momentum),
+            "betas": (momentum, 0.99),
+            "weight_decay": weight_decay,
+            "damping": 1.0 - weight_decay,
+            "init_precision": 1.0,
+            "rho": 0.05,
+        }
+        return cls(params, num_data=num_data, **{**settings, **further})
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

@@ -107,8 +107,10 @@ class IVON(GaussianOptimizer):
         lr: Learning rate alpha. The step is g / (h + delta): rates are about `initial_hessian` times those of SGD.
         num_data: Number of training examples. The loss of a batch is a mean, and the posterior needs the sum over all
             examples, so this number sets how certain the posterior is.
-        prior_precision: Precision of the Gaussian prior on the weights (N delta in the paper). It also acts as weight
-            decay of strength prior_precision / N on all parameters.
+        prior_precision: Precision of the Gaussian prior on the weights (N delta in the paper), 25 by default. It also
+            acts as weight decay of strength prior_precision / N on all parameters.
+        weight_decay: The same in the units of torch's optimizers: prior_precision = weight_decay * N. Give one of the
+            two. Groups take both names as well.
         betas: Decay of the averages of the gradient and of the Hessian. The paper's beta2 = 0.99999 is for runs of
             100,000 steps and more; use 0.999 for some thousand steps.
         initial_hessian: First value of `hessian`. The first samples have the standard deviation
@@ -149,7 +151,8 @@ class IVON(GaussianOptimizer):
         lr: float | Tensor = 0.1,
         *,
         num_data: float,
-        prior_precision: float = 25.0,
+        prior_precision: float | None = None,
+        weight_decay: float | None = None,
         betas: tuple[float, float] = (0.9, 0.99999),
         initial_hessian: float = 0.5,
         augmentation_factor: float = 1.0,
@@ -165,7 +168,9 @@ class IVON(GaussianOptimizer):
     ) -> None:
         defaults = {
             "lr": lr,
-            "prior_precision": prior_precision,
+            "prior_precision": options.prior(
+                prior_precision, weight_decay, num_data * augmentation_factor, default=25.0
+            ),
             "betas": betas,
             "clip_radius": clip_radius,
             "sample": True,

@@ -24,6 +24,20 @@ def positive(name: str, value: Any, hint: str = "") -> None:
         raise ValueError(f"{name}={value} must be a finite number > 0. {hint}".rstrip())
 
 
+def prior(prior_precision: Any, weight_decay: Any, N: Any, default: float | None = None) -> Any:
+    """The prior's precision: as it is given, or `weight_decay` times N, or the default if neither is given."""
+    if weight_decay is None:
+        return default if prior_precision is None else prior_precision
+    if prior_precision is not None:
+        raise ValueError(
+            f"prior_precision={prior_precision} and weight_decay={weight_decay} say the same thing, because "
+            "prior_precision = weight_decay * N: give one of them."
+        )
+    non_negative("weight_decay", weight_decay)
+    positive("N = num_data * augmentation_factor", N)
+    return weight_decay * N
+
+
 def betas(value: Any) -> None:
     """Accept a pair of numbers in [0, 1)."""
     if not isinstance(value, Sequence) or len(value) != 2:

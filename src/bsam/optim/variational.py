@@ -69,6 +69,15 @@ class GaussianOptimizer(ProbingOptimizer):
         options.one_of("sample", group["sample"], (True, False))
         options.integer("seed", group["seed"])
 
+    def _checked_group(self, param_group: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(param_group, dict) and "weight_decay" in param_group:
+            group = {**self.defaults, **param_group}
+            N = group["num_data"] * group["augmentation_factor"]
+            prior = options.prior(param_group.get("prior_precision"), param_group["weight_decay"], N)
+            rest = {key: value for key, value in param_group.items() if key != "weight_decay"}
+            param_group = {**rest, "prior_precision": prior}
+        return super()._checked_group(param_group)
+
     def _fresh_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         return {

@@ -98,8 +98,10 @@ class VOGN(GaussianOptimizer):
             are about `damping` times those of SGD.
         module: The model.
         num_data: Number of training examples N: a larger N makes the posterior more certain.
-        prior_precision: Precision of the Gaussian prior on the weights (N delta in the paper). It also acts as weight
-            decay of strength prior_precision / N on all parameters.
+        prior_precision: Precision of the Gaussian prior on the weights (N delta in the paper), 25 by default. It also
+            acts as weight decay of strength prior_precision / N on all parameters.
+        weight_decay: The same in the units of torch's optimizers: prior_precision = weight_decay * N. Give one of the
+            two. Groups take both names as well.
         betas: Decay of the momentum, and the beta2 of `statistics`.
         damping: Added to the curvature (gamma), in the step and in the posterior's precision.
         augmentation_factor: How many times augmentation enlarges the data set: N is num_data * augmentation_factor.
@@ -136,7 +138,8 @@ class VOGN(GaussianOptimizer):
         *,
         module: nn.Module,
         num_data: float,
-        prior_precision: float = 25.0,
+        prior_precision: float | None = None,
+        weight_decay: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         damping: float = 0.01,
         augmentation_factor: float = 1.0,
@@ -150,7 +153,9 @@ class VOGN(GaussianOptimizer):
     ) -> None:
         defaults = {
             "lr": lr,
-            "prior_precision": prior_precision,
+            "prior_precision": options.prior(
+                prior_precision, weight_decay, num_data * augmentation_factor, default=25.0
+            ),
             "betas": betas,
             "damping": damping,
             "sample": True,
