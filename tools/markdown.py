@@ -7,9 +7,9 @@ from typing import Any
 
 from bsam.experiments.comparison import MARKS, Block, Cell, Comparison, Row
 from bsam.experiments.demo import cells
+from bsam.experiments.metric_columns import TITLES
 from bsam.experiments.paper.margins import margins
 from bsam.experiments.reproduce.show import (
-    TITLES,
     cell_lines,
     counts_sentence,
     point_rows,
@@ -109,8 +109,7 @@ def study_markdown(record: dict[str, Any]) -> str:
 
 def demo_markdown(record: dict[str, Any]) -> str:
     """The table of `bsam demo`."""
-    lines = ["| method | accuracy ↑ | NLL ↓ | ECE ↓ | AUROC ↑ |", "|---|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| {name} | {' | '.join(row)} |" for name, row in cells(record))])
+    return "\n".join([*_HEAD, *(f"| {name} | {' | '.join(row)} |" for name, row in cells(record))])
 
 
 def _extent(row: Row) -> str:

@@ -42,9 +42,9 @@ class Measured:
         a, b = self.of(name), self.of(other)
         return f"{a / b:.2f} ({a:.2f} / {b:.2f} ms)"
 
-    def prediction(self, precision: str) -> str:
+    def prediction(self, dtype: str) -> str:
         """Of samples to plain passes, with their times."""
-        a, b = (self.of(f"predict {precision}", key) for key in ("predict_s", "plain_s"))
+        a, b = (self.of(f"predict {dtype}", key) for key in ("predict_s", "plain_s"))
         return f"{a / b:.2f} ({a:.3f} / {b:.3f} s)"
 
     def cpu(self, name: str, *, quartiles: bool = False) -> str:

@@ -15,7 +15,7 @@ from bsam.experiments.paper.beyond import all_tables
 from bsam.experiments.paper.margins import margins
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import METRICS
-from bsam.experiments.recorded import read_record, recorded, same_run
+from bsam.experiments.recorded_runs import read_record, recorded, same_run
 from bsam.experiments.reproduce.plan import wanted_by_table
 from tests.experiments.reproduce.records import write_record
 

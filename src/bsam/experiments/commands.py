@@ -1,4 +1,7 @@
-"""What the command `bsam` can do."""
+"""The app behind the command `bsam`, and the commands about single runs, the demo, the figures and the report.
+
+The commands that train many runs are in `bsam.experiments.reproduce.batch_commands`.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bsam.experiments import demo as experiment
-from bsam.experiments.config import (
-    FIELDS,
-    explanations,
-    from_file,
-    hints,
-    override,
-    to_toml,
-    toml_value,
-    what_fits,
-)
+from bsam.experiments.config import FIELDS, explanations, from_file, hints, override, to_toml, toml_value, what_fits
 from bsam.experiments.evaluate import evaluate as evaluate_run
 from bsam.experiments.methods import METHODS
+from bsam.experiments.metric_columns import DECIMALS, TITLES
 from bsam.experiments.options import Data, Device, SaveMinutes
 from bsam.experiments.paper.presets import preset, preset_names, preset_title
 from bsam.experiments.record import write_json
@@ -241,15 +236,15 @@ def evaluate(
         run, samples=counts, part=part, temperature=temperature, device=device, data=data, again=again
     )
     title = f"{escape(str(run))}, {part}: 95% intervals (the ECE has none)"
-    table = Table("samples", "accuracy ↑", "NLL ↓", "ECE ↓", "AUROC ↑", title=title, box=box.SIMPLE, pad_edge=False)
+    table = Table("samples", *TITLES.values(), title=title, box=box.SIMPLE, pad_edge=False)
     for count, summary in results.items():
         cells = []
-        for metric, digits in experiment.DIGITS.items():
+        for metric, decimals in DECIMALS.items():
             scale = 100 if metric == "accuracy" else 1
-            cells.append(f"{scale * getattr(summary, metric):.{digits}f}")
+            cells.append(f"{scale * getattr(summary, metric):.{decimals}f}")
             if metric in summary.intervals:
                 low, high = (scale * end for end in summary.intervals[metric])
-                cells[-1] += f"\n\\[{low:.{digits}f}, {high:.{digits}f}]"
+                cells[-1] += f"\n\\[{low:.{decimals}f}, {high:.{decimals}f}]"
         table.add_row("mean" if count == "0" else count, *cells)
     Console().print(table)
 
@@ -288,15 +283,15 @@ def demo(
 
     console.print(_demo_table(record))
     write_json(out / "results.json", record)
-    page = write_demo_page(out, record, predictions, maps)
-    console.print(f"Look at it: [link={page.resolve().as_uri()}]{escape(str(page))}[/link]", highlight=False)
+    console.print(f"Look at it: {_link(write_demo_page(out, record, predictions, maps))}", highlight=False)
 
 
 def _demo_table(record: dict[str, Any]) -> Table:
     title = f"Digits, test part: mean (sd) over {record['seeds']} seeds"
     table = Table(title=title, box=box.SIMPLE, pad_edge=False)
-    for column in ("method", "accuracy ↑", "NLL ↓", "ECE ↓", "AUROC ↑"):
-        table.add_column(column, justify="left" if column == "method" else "right")
+    table.add_column("method")
+    for column in TITLES.values():
+        table.add_column(column, justify="right")
     for name, row in experiment.cells(record):
         table.add_row(name, *row)
     return table
@@ -328,21 +323,39 @@ def figure(
         console.print(table)
         console.print("Draw one with: bsam figure NAME --out FILE", highlight=False)
         return
-    if name == "all":
-        folder = out or Path("figures")
+    folder = (out or Path("figures")) if name == "all" else Path()
+    if name in ("all", "numbers"):
         folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "figures.json" if name == "all" or out is None else out
         with console.status("computing"):
-            write_json(folder / "figures.json", compute_numbers())  # the figures draw what this has computed
-        console.print(f"{folder / 'figures.json'}", highlight=False)
-        for key in figures.FIGURES:
-            console.print(f"{figures.draw(key, folder / f'{key}.png')}", highlight=False)
-        return
-    if name == "numbers":
-        path = out or Path("figures.json")
-        write_json(path, compute_numbers())
-    else:
-        path = figures.draw(name, out or Path(f"{name}.png"))
-    console.print(f"{path}", highlight=False)
+            write_json(path, compute_numbers())  # the figures below draw these results
+        console.print(f"{path}", highlight=False)
+    for key in figures.FIGURES if name == "all" else () if name == "numbers" else (name,):
+        path = folder / f"{key}.png" if name == "all" or out is None else out
+        console.print(f"{figures.draw(key, path)}", highlight=False)
+
+
+@app.command()
+def report(
+    records: Annotated[Path, typer.Option(help="Folder of the runs' records.")] = Path("results/runs"),
+    figures: Annotated[Path, typer.Option(help="Folder that `bsam figure all` wrote.")] = Path("docs/images/theory"),
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report/paper.html"),
+) -> None:
+    """Write one page of all results: tables, diagrams, curves and figures.
+
+    Nothing is run. The page shows the records of runs, and the records beside them
+    of sweeps, ablations, the demo and the theory's numbers. Example:
+
+    [bold]bsam report --records results/runs --out report/paper.html[/bold]
+    """
+    from bsam.experiments.report.paper_page import write_paper_page  # needs the extra `theory`
+
+    page = write_paper_page(out, records, figures)
+    Console().print(f"Look at it: {_link(page)} ({page.stat().st_size / 1e6:.1f} MB)", highlight=False)
+
+
+def _link(page: Path) -> str:
+    return f"[link={page.resolve().as_uri()}]{escape(str(page))}[/link]"
 
 
 @contextmanager
@@ -365,5 +378,4 @@ def _progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
         yield advance
 
 
-from bsam.experiments.report import command as _report  # noqa: E402, F401 (registers its command on `app`)
-from bsam.experiments.reproduce import commands as _reproduce  # noqa: E402, F401 (registers its commands on `app`)
+from bsam.experiments.reproduce import batch_commands as _batch  # noqa: E402, F401 (registers its commands on `app`)

@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from bsam.experiments.config import from_mapping
+from bsam.experiments.metric_columns import values_of
 from bsam.experiments.paper.beyond import all_tables, beyond
 from bsam.experiments.paper.margins import margins
 from bsam.experiments.paper.results import METRICS, PAPER_SEEDS, PaperBlock, PaperRow, Published
 from bsam.experiments.record import read_json
-from bsam.experiments.recorded import SCALES, Scale, recorded, same_run
+from bsam.experiments.recorded_runs import SCALES, Scale, recorded, same_run
 from bsam.experiments.verdicts import SIGNIFICANCE, Case, Summary, judge, welch
 
 __all__ = [
@@ -46,7 +47,6 @@ __all__ = [
     "Row",
     "compare",
     "find_table",
-    "values_of",
 ]
 
 Mark = Literal["equal", "better", "worse", "open", "reduced", "not run"]
@@ -82,7 +82,7 @@ class Cell:
 
     @property
     def sd(self) -> float | None:
-        """Over our seeds; one has none."""
+        """Over our seeds; None for a single seed."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
 
@@ -151,12 +151,6 @@ def compare(table: str, records: Path) -> Comparison:
         for block in all_tables()[find_table(table)].blocks
     ]
     return Comparison(table, TABLES[table], _judged(table, blocks))
-
-
-def values_of(evaluations: list[dict[str, float | None]], metric: str) -> tuple[float, ...]:
-    """A metric of several evaluations as tables show it: accuracy in percent. Left out where it is not defined."""
-    found = (evaluation[metric] for evaluation in evaluations)
-    return tuple((100 if metric == "accuracy" else 1) * value for value in found if value is not None)
 
 
 def _rows(table: str, block: PaperBlock, records: Path) -> list[Row]:

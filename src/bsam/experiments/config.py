@@ -21,7 +21,7 @@ from bsam.posterior.base import check_temperature
 __all__ = [
     "RATES",
     "Config",
-    "Precision",
+    "DtypeName",
     "explanations",
     "from_file",
     "from_mapping",
@@ -32,7 +32,7 @@ __all__ = [
     "what_fits",
 ]
 
-Precision = Literal["float32", "bfloat16"]
+DtypeName = Literal["float32", "bfloat16"]
 RATE = object()
 """Marks the settings in which runs that are trained together may differ: see `bsam.TrainStep`."""
 
@@ -87,7 +87,7 @@ class Config:
     temperature: Annotated[float, "multiplies the posterior's variance in predictions; below 1 is a cold posterior"] = (
         1.0
     )
-    precision: Annotated[Precision, "type of matrix products and convolutions (autocast)"] = "float32"
+    precision: Annotated[DtypeName, "type of matrix products and convolutions (autocast)"] = "float32"
     channels_last: Annotated[bool, "memory layout of images, faster on some devices"] = False
 
     def __post_init__(self) -> None:

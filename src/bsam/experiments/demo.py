@@ -19,13 +19,11 @@ import bsam
 from bsam.experiments.config import Config, from_mapping
 from bsam.experiments.data import Dataset, load, plain_batches
 from bsam.experiments.methods import METHODS, predict
+from bsam.experiments.metric_columns import TITLES, mean_and_sd, number, values_of
 from bsam.experiments.record import environment
 from bsam.experiments.trainer import Trainer
 
-__all__ = ["DIGITS", "Demo", "Map", "cells", "grid_of", "load_demo", "moons", "run_digits", "tune"]
-
-DIGITS = {"accuracy": 2, "nll": 3, "ece": 4, "auroc": 3}
-"""The metrics of the tables, and with how many digits they are shown."""
+__all__ = ["Demo", "Map", "cells", "grid_of", "load_demo", "moons", "run_digits", "tune"]
 
 Advance = Callable[[str], None]
 
@@ -85,7 +83,7 @@ def run_digits(demo: Demo, advance: Advance = _no_progress) -> tuple[dict[str, A
             predictions = train_and_predict(config, dataset, seed, "test")
             first.setdefault(method, predictions)
             summary = bsam.metrics.summary(predictions, num_bootstrap=0)
-            runs.append({name: getattr(summary, name) for name in (*DIGITS, "brier")})
+            runs.append({name: getattr(summary, name) for name in (*TITLES, "brier")})
             advance(method)
         seconds = round(time.perf_counter() - begin, 1)
         record["methods"][method] = {"config": asdict(config), "runs": runs, "seconds": seconds}
@@ -95,16 +93,10 @@ def run_digits(demo: Demo, advance: Advance = _no_progress) -> tuple[dict[str, A
 
 def cells(record: dict[str, Any]) -> list[tuple[str, list[str]]]:
     """The rows of the table: the method's name, and mean (sd) of each metric over the seeds."""
-    rows = []
-    for method, result in record["methods"].items():
-        row = []
-        for metric, digits in DIGITS.items():
-            scale = 100 if metric == "accuracy" else 1
-            values = [scale * run[metric] for run in result["runs"]]
-            sd = f"{statistics.stdev(values):.{digits}f}" if len(values) > 1 else "-"
-            row.append(f"{statistics.fmean(values):.{digits}f} ({sd})")
-        rows.append((METHODS[method].title, row))
-    return rows
+    return [
+        (METHODS[method].title, [number(metric, *mean_and_sd(values_of(found["runs"], metric))) for metric in TITLES])
+        for method, found in record["methods"].items()
+    ]
 
 
 def grid_of(options: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:

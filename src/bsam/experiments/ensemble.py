@@ -53,7 +53,7 @@ def write_ensemble(path: Path, runs: Path, part: str, *, preset: str, scale: str
         runs: Folder of the runs: seed0, seed1, ...
         part: Which part of the data was predicted.
         preset: The name that the runs' settings came under.
-        scale: See `bsam.experiments.recorded`.
+        scale: See `bsam.experiments.recorded_runs`.
         config: The runs' settings.
     """
     folders = [folder for folder in runs.glob("seed*") if folder.is_dir()]  # the records of `bsam tune` are beside them

@@ -11,8 +11,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from bsam.experiments.config import Precision
-from bsam.experiments.recorded import Scale
+from bsam.experiments.config import DtypeName
+from bsam.experiments.recorded_runs import Scale
 
 __all__ = ["Data", "Device", "Extent", "SaveMinutes", "Work", "taking"]
 
@@ -49,7 +49,7 @@ class Work:
         int, typer.Option(min=1, help="How many are trained together; all seeds of a run always are.")
     ] = 8
     precision: Annotated[
-        Precision | None,
+        DtypeName | None,
         typer.Option(
             help="Of the gradients. bfloat16 is faster on GPUs, and said in the records.", show_default="the presets'"
         ),

@@ -124,10 +124,10 @@ def test_every_preset_can_be_scaled(name):
         assert getattr(tiny, field) == getattr(full, field)
 
 
-def test_another_precision_is_part_of_the_settings_and_of_no_record(tmp_path):
+def test_another_dtype_is_part_of_the_settings_and_of_no_record(tmp_path):
     places = find_places("full", tmp_path / "runs", tmp_path / "records")
     wanted = wanted_by_table("table6", "mnist", ["bsam"])
-    (task,) = make_plan(wanted, seeds=1, scale="full", places=places, precision="bfloat16").tasks
+    (task,) = make_plan(wanted, seeds=1, scale="full", places=places, dtype="bfloat16").tasks
     assert task.config.precision == "bfloat16"
     assert task.changes == ()
     assert task.record == places.records / "table6/mnist/bsam/seed0.json"

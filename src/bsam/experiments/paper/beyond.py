@@ -8,11 +8,11 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from bsam.experiments.config import FIELDS, Precision
+from bsam.experiments.config import FIELDS, DtypeName
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import METRICS, PAPER_SAMPLES, PaperBlock, PaperRow, PaperTable, paper_tables
 
-__all__ = ["Beyond", "all_tables", "beyond", "contents", "own_precision", "settings_line"]
+__all__ = ["Beyond", "all_tables", "beyond", "contents", "own_dtype", "settings_line"]
 
 _SHARED = (
     "dataset",
@@ -40,8 +40,8 @@ class Beyond:
     """Where its settings are from."""
     like: str | None
     """The label of the paper's row whose numbers it stands beside."""
-    precision: Precision | None
-    """The one it is about, and is run in."""
+    dtype: DtypeName | None
+    """The dtype of the gradients that the row is about, and is run in."""
 
 
 def contents() -> dict[str, dict[str, Any]]:
@@ -98,9 +98,9 @@ def _extended(table: str, block: PaperBlock) -> PaperBlock:
     return replace(block, rows=(*block.rows, *ours))
 
 
-def own_precision(name: str) -> Precision | None:
-    """The precision that a row of ours is about; None if it is about something else, or the paper's."""
-    return beyond()[name].precision if name in beyond() else None
+def own_dtype(name: str) -> DtypeName | None:
+    """Return the dtype that a row of ours is about; None if it is about something else, or one of the paper's."""
+    return beyond()[name].dtype if name in beyond() else None
 
 
 def settings_line(name: str) -> str:

@@ -23,21 +23,14 @@ from bsam.experiments import demo
 from bsam.experiments.comparison import TABLES, TESTED_SEEDS, Block, Cell, Comparison, Mark, Row, compare
 from bsam.experiments.config import from_mapping
 from bsam.experiments.methods import METHODS
+from bsam.experiments.metric_columns import DECIMALS, TITLES, number
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import PAPER_SEEDS
 from bsam.experiments.record import read_json
-from bsam.experiments.recorded import recorded
+from bsam.experiments.recorded_runs import recorded
 from bsam.experiments.report.diagrams import draw_curves, draw_reliability
 from bsam.experiments.report.page import write_page
-from bsam.experiments.reproduce.show import (
-    TITLES,
-    number,
-    scale_note,
-    scale_notes,
-    settings_notes,
-    tuning_rows,
-    tuning_sentence,
-)
+from bsam.experiments.reproduce.show import scale_note, scale_notes, settings_notes, tuning_rows, tuning_sentence
 from bsam.experiments.reproduce.studies import ABLATIONS, Study, sweep_rho
 
 __all__ = ["write_paper_page"]
@@ -165,7 +158,7 @@ def _number(cell: Cell, words: str) -> _Number:
     paper = _printed(cell)
     if cell.mean is None or math.isnan(cell.mean):  # the AUROC of runs without a mistake
         return _Number(None, "undefined", paper)
-    difference = "" if cell.difference is None else f"{cell.difference:+.{demo.DIGITS[cell.metric]}f}"
+    difference = "" if cell.difference is None else f"{cell.difference:+.{DECIMALS[cell.metric]}f}"
     return _Number(cell.mean, number(cell.metric, cell.mean, cell.sd), paper, cell.mark, difference, words, cell.best)
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from bsam.experiments.config import Config
 from bsam.experiments.options import Work
-from bsam.experiments.recorded import Scale
+from bsam.experiments.recorded_runs import Scale
 from bsam.experiments.reproduce.execute import execute
 from bsam.experiments.reproduce.plan import Plan, Task
 from bsam.experiments.reproduce.show import scale_note

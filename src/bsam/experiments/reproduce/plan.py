@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from bsam.experiments.comparison import find_table
-from bsam.experiments.config import Config, Precision, override
+from bsam.experiments.config import Config, DtypeName, override
 from bsam.experiments.methods import METHODS
-from bsam.experiments.paper.beyond import all_tables, beyond, own_precision
-from bsam.experiments.recorded import Recorded, Scale, recorded, same_run
+from bsam.experiments.paper.beyond import all_tables, beyond, own_dtype
+from bsam.experiments.recorded_runs import Recorded, Scale, recorded, same_run
 from bsam.experiments.reproduce.scales import scaled
 
 __all__ = ["Places", "Plan", "Task", "Wanted", "find_places", "find_recorded", "make_plan", "settle", "wanted_by_table"]
@@ -146,7 +146,7 @@ def find_recorded(wanted: Wanted, scale: Scale, records: Path) -> dict[int, Reco
 
 
 def make_plan(
-    wanted: Iterable[Wanted], *, seeds: int, scale: Scale, places: Places, precision: Precision | None = None
+    wanted: Iterable[Wanted], *, seeds: int, scale: Scale, places: Places, dtype: DtypeName | None = None
 ) -> Plan:
     """Tasks for every run and seed that is not recorded with all its numbers of samples.
 
@@ -155,7 +155,7 @@ def make_plan(
         seeds: How many of each run.
         scale: Of the runs.
         places: Where they are, or will be.
-        precision: Of the gradients, if not the presets'; what is recorded in another is not run again.
+        dtype: Dtype of the gradients, if not the presets'. A run that is recorded in another dtype is not run again.
     """
     samples: dict[str, set[int]] = {}
     runs: dict[str, Wanted] = {}
@@ -167,8 +167,8 @@ def make_plan(
     there: list[Task] = []
     for name, want in runs.items():
         _, config = settle(want, scale)
-        if precision is not None:
-            config = replace(config, precision=own_precision(want.preset) or precision)
+        if dtype is not None:
+            config = replace(config, precision=own_dtype(want.preset) or dtype)
         found = find_recorded(want, scale, places.records)
         counts = tuple(sorted(samples[name]))
         temperatures = tuple(t for t in TEMPERATURES if t != config.temperature)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from bsam.experiments.config import Config
 from bsam.experiments.paper.presets import preset
-from bsam.experiments.recorded import Scale
+from bsam.experiments.recorded_runs import Scale
 
 __all__ = ["REDUCTION", "scaled", "shrunk"]
 

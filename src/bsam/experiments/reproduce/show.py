@@ -8,17 +8,15 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from bsam.experiments.comparison import Block, Cell, Comparison, Mark, values_of
-from bsam.experiments.demo import DIGITS
+from bsam.experiments.comparison import Block, Cell, Comparison, Mark
+from bsam.experiments.metric_columns import DECIMALS, TITLES, mean_and_sd, number, values_of
 from bsam.experiments.paper.beyond import settings_line
 
 __all__ = [
     "BEST_NOTE",
-    "TITLES",
     "block_table",
     "cell_lines",
     "counts_sentence",
-    "number",
     "point_rows",
     "scale_note",
     "scale_notes",
@@ -29,7 +27,6 @@ __all__ = [
     "tuning_table",
 ]
 
-TITLES = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "auroc": "AUROC ↑"}
 BEST_NOTE = "Bold: the best, or not significantly worse (Welch, 5%). Rows with fewer than three seeds are not tested."
 _ENSEMBLE_NOTE = (
     "Rows with “×” are ensembles: the predictions of so many runs, and of the samples of each, averaged. That is one "
@@ -59,14 +56,6 @@ def settings_notes(block: Block) -> list[str]:
     return list(dict.fromkeys(lines))  # rows of one kind have the same
 
 
-def number(metric: str, mean: float | None, sd: float | None) -> str:
-    """Mean (sd), with the metric's digits; `-` stands for what is not there."""
-    digits = DIGITS[metric]
-    if mean is None:
-        return "-"
-    return f"{mean:.{digits}f} ({'-' if sd is None else f'{sd:.{digits}f}'})"
-
-
 def counts_sentence(counts: dict[Mark, int]) -> str:
     """How many of a table's printed numbers have which mark."""
     always = ("equal", "better", "worse", "open", "not run")
@@ -76,7 +65,7 @@ def counts_sentence(counts: dict[Mark, int]) -> str:
 
 def cell_lines(cell: Cell) -> tuple[str, str, str]:
     """Ours, the paper's, and what to think of it."""
-    difference = "" if cell.difference is None else f"{cell.difference:+.{DIGITS[cell.metric]}f} "
+    difference = "" if cell.difference is None else f"{cell.difference:+.{DECIMALS[cell.metric]}f} "
     if cell.published is None:  # a row of ours
         return number(cell.metric, cell.mean, cell.sd), "—", ""
     return number(cell.metric, cell.mean, cell.sd), cell.published.printed, f"{difference}{cell.mark}"
@@ -137,13 +126,10 @@ def tuning_rows(record: dict[str, Any]) -> list[tuple[str, list[str]]]:
     """Settings and metrics of each try, the lowest NLL first."""
     rows = []
     for tried in sorted(record["tries"], key=lambda each: math.inf if each["nll"] is None else each["nll"]):
-        row = []
-        for metric in TITLES:
-            if any("diverged" in seed for seed in tried["seeds"]):
-                row.append("diverged")
-                continue
-            cell = Cell(metric, values_of(tried["seeds"], metric), None)
-            row.append(number(metric, cell.mean, cell.sd))
+        if any("diverged" in seed for seed in tried["seeds"]):
+            row = ["diverged"] * len(TITLES)
+        else:
+            row = [number(metric, *mean_and_sd(values_of(tried["seeds"], metric))) for metric in TITLES]
         rows.append((", ".join(f"{name} = {value}" for name, value in tried["settings"].items()), row))
     return rows
 

@@ -6,17 +6,16 @@ and that of the curvature compares the two readings of Algorithm 1 (see `bsam.BS
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bsam.experiments.comparison import values_of
 from bsam.experiments.methods import METHODS
+from bsam.experiments.metric_columns import mean_and_sd, values_of
 from bsam.experiments.paper.results import METRICS, PAPER_SAMPLES, paper_tables
 from bsam.experiments.record import environment, read_json
-from bsam.experiments.recorded import SCALES, Scale
+from bsam.experiments.recorded_runs import SCALES, Scale
 from bsam.experiments.reproduce.plan import Wanted, find_recorded
 
 __all__ = ["ABLATIONS", "Point", "Study", "collect", "refuse_to_replace", "sweep_rho"]
@@ -143,9 +142,7 @@ def collect(study: Study, scale: Scale, records: Path, command: str) -> dict[str
             curve["x"].append(point.x)
             curve["seeds"].append(len(evaluations))
             for metric in METRICS:
-                values = values_of(evaluations, metric)
-                sd = statistics.stdev(values) if len(values) > 1 else None
-                curve["metrics"][metric].append([statistics.fmean(values), sd])
+                curve["metrics"][metric].append([*mean_and_sd(values_of(evaluations, metric))])
         series.append(curve)
     return {
         "what": study.what,

@@ -10,8 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bsam.experiments.paper.results import METRICS
-from bsam.experiments.reproduce.show import TITLES
+from bsam.experiments.metric_columns import TITLES
 
 __all__ = ["draw_metric", "draw_study"]
 
@@ -22,7 +21,7 @@ _STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"
 def draw_study(record: dict[str, Any], path: Path) -> Path:
     """Draw what `collect` returned."""
     figure = Figure(figsize=(9, 6.4), layout="constrained")
-    for axes, metric in zip(figure.subplots(2, 2).flat, METRICS, strict=True):
+    for axes, metric in zip(figure.subplots(2, 2).flat, TITLES, strict=True):
         draw_metric(axes, record, metric)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(_STYLES))
     figure.suptitle(f"{record['title']}{_note(record['scale'])}")

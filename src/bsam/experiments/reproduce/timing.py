@@ -13,7 +13,7 @@ import torch
 from bsam.experiments.config import Config
 from bsam.experiments.data import DATASETS, Dataset
 from bsam.experiments.record import environment
-from bsam.experiments.recorded import recorded
+from bsam.experiments.recorded_runs import recorded
 from bsam.experiments.reproduce.plan import Task
 from bsam.experiments.trainer import Trainer
 

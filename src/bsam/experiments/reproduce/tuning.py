@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bsam.experiments.config import FIELDS, Config, Precision, from_mapping, toml_value
+from bsam.experiments.config import FIELDS, Config, DtypeName, from_mapping, toml_value
 from bsam.experiments.demo import grid_of
 from bsam.experiments.evaluate import evaluation_name
 from bsam.experiments.paper.presets import preset
@@ -49,8 +49,8 @@ class Tuning:
     seeds: int
     grid: tuple[dict[str, list[Any]], ...]
     """Of each, all combinations are tried."""
-    precision: Precision | None = None
-    """Of the gradients, if not the preset's."""
+    dtype: DtypeName | None = None
+    """Dtype of the gradients, if not the preset's."""
     temperatures: tuple[float, ...] = ()
     """Of the posterior, beside the preset's: a try has the one that suits it best."""
 
@@ -58,7 +58,7 @@ class Tuning:
     def tries(self) -> list[tuple[dict[str, Any], Config]]:
         """The settings of each try as the grid has them, and all of its settings."""
         base = preset(self.base)
-        shared = {"validation": self.validation, "precision": self.precision or base.precision}
+        shared = {"validation": self.validation, "precision": self.dtype or base.precision}
         found: dict[Config, dict[str, Any]] = {}
         for options in (options for part in self.grid for options in grid_of(part)):
             whole = from_mapping({**dataclasses.asdict(base), **shared, **options})
@@ -75,7 +75,7 @@ def read_tuning(name: str) -> Tuning:
         raise FileNotFoundError(f"there is no file {path}. One that can be changed is {TUNINGS['cifar10']}")
     try:
         content = {"temperatures": [], **tomllib.loads(path.read_text(encoding="utf-8"))}
-        keys = [field.name for field in dataclasses.fields(Tuning) if field.name not in ("name", "precision")]
+        keys = [field.name for field in dataclasses.fields(Tuning) if field.name not in ("name", "dtype")]
         fields = {key: content.pop(key) for key in keys}
         if content:
             raise ValueError(f"unknown key {next(iter(content))!r}: there are {', '.join(fields)}.")
@@ -107,8 +107,8 @@ def plan_tries(tuning: Tuning, runs: Path) -> Plan:
 
 def _task(tuning: Tuning, options: dict[str, Any], config: Config, seed: int, runs: Path) -> Task:
     words = re.sub(r"[^\w.=,+-]+", "-", ",".join(f"{name}={value}" for name, value in options.items()))
-    precision = f"-{tuning.precision}" if tuning.precision else ""
-    name = f"tune/{tuning.name}/{tuning.epochs}-epochs{precision}/{words}"
+    dtype = f"-{tuning.dtype}" if tuning.dtype else ""
+    name = f"tune/{tuning.name}/{tuning.epochs}-epochs{dtype}/{words}"
     base = preset(tuning.base)
     differences = [f"{f}={toml_value(getattr(config, f))}" for f in FIELDS if getattr(config, f) != getattr(base, f)]
     return Task(

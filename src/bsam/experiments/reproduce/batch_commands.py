@@ -117,8 +117,8 @@ def tune(
 
     [bold]bsam tune cifar10 --data data --jobs 4[/bold]
     """
-    precision, runs = options.precision, options.runs or Path("runs")
-    tuning = replace(read_tuning(what), precision=precision)
+    dtype, runs = options.precision, options.runs or Path("runs")
+    tuning = replace(read_tuning(what), dtype=dtype)
     path = out or Path("results") / f"tuning_{tuning.name}.json"
     plan = plan_tries(tuning, runs)
     failed = carry_out(plan, "full", runs, options, work=execute_tries)
@@ -126,7 +126,7 @@ def tune(
         return
     if failed:
         raise typer.Exit(1)  # nothing is chosen from a part of the tries
-    record = collect_tries(tuning, runs, f"bsam tune {what}{f' --precision {precision}' if precision else ''}")
+    record = collect_tries(tuning, runs, f"bsam tune {what}{f' --precision {dtype}' if dtype else ''}")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, record)
     console = Console()
@@ -141,9 +141,7 @@ def _carry_out(wanted: list[Wanted], options: Extent) -> tuple[Places, bool]:
     """Run what is wanted; return where its records are, and whether something failed."""
     scale = options.scale
     places = find_places(scale, options.runs, options.records)
-    plan = make_plan(
-        wanted, seeds=options.seeds or SEEDS[scale], scale=scale, places=places, precision=options.precision
-    )
+    plan = make_plan(wanted, seeds=options.seeds or SEEDS[scale], scale=scale, places=places, dtype=options.precision)
     return places, carry_out(plan, scale, places.records, options)
 
 

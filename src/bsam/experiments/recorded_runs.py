@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from bsam.experiments.config import Config, from_mapping, override
-from bsam.experiments.paper.beyond import beyond, own_precision
+from bsam.experiments.paper.beyond import beyond, own_dtype
 from bsam.experiments.paper.presets import preset, preset_names
 from bsam.experiments.record import read_json
 
@@ -61,8 +61,8 @@ def read_record(path: Path) -> Recorded:
         if scale not in SCALES:
             raise ValueError(f"scale {scale!r} is not one of {', '.join(SCALES)}")
         expected = override(preset(name), content.get("changes", ()))
-        precision = own_precision(name) or config.precision
-        expected = replace(expected, precision=precision, channels_last=config.channels_last)
+        dtype = own_dtype(name) or config.precision
+        expected = replace(expected, precision=dtype, channels_last=config.channels_last)
         if scale == "full" and config != expected:
             scale = "reduced"  # whatever it calls itself
         test = content["evaluations"].get("test", {})
