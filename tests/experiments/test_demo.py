@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from bsam.experiments import demo
 from bsam.experiments.commands import _demo_table, app
 from bsam.experiments.config import FIELDS, explanations, from_mapping
-from bsam.experiments.data import digits, load
+from bsam.experiments.data import load
 from bsam.experiments.methods import METHODS
 from bsam.experiments.paper.presets import preset
 from tools.markdown import demo_markdown
@@ -47,9 +47,10 @@ def small():
 
 
 def test_digits_are_cut_without_overlap():
-    split = digits()
-    assert [len(part[0]) for part in (split.train, split.validation, split.test)] == [600, 397, 800]
-    rows = torch.cat([torch.cat([x, y[:, None]], 1) for x, y in (split.train, split.validation, split.test)])
+    dataset = load("digits", validation=demo.load_demo().digits["bsam"].validation)
+    parts = dataset.train, dataset.validation, dataset.test
+    assert [len(x) for x, _ in parts] == [600, 397, 800]
+    rows = torch.cat([torch.cat([x.flatten(1), y[:, None]], 1) for x, y in parts])
     assert len(rows.unique(dim=0)) == len(rows) == 1797
 
 

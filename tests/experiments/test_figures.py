@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bsam.experiments import figures
+from bsam.experiments import figures, style
 from bsam.experiments.commands import app
-from bsam.experiments.figures import data_sets, duality, logistic, moons, numbers, objectives, relaxed, style
+from bsam.experiments.figures import data_sets, duality, logistic, moons, numbers, objectives, relaxed
 from bsam.experiments.record import read_json
 from bsam.theory.fenchel import biconjugate, max_loss
 from bsam.theory.gaussian import Diagonal

@@ -39,9 +39,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 
 @app.callback()
-def about(
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
-) -> None:
+def about(debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False) -> None:
     """bSAM: SAM and variational Bayes in one optimizer.
 
     Start with:            [bold]bsam demo[/bold]

@@ -96,15 +96,15 @@ class Row:
     seeds: int
     epochs: int | None
     scale: str | None
-    command: str
-    """Runs it again."""
     cells: tuple[Cell, ...]
-    seconds: float | None
-    """Of training, for one run."""
+    command: str = ""
+    """The command that runs it again."""
+    seconds: float | None = None
+    """Mean training time of a run."""
     ours: bool = False
-    """The paper has no such row."""
+    """Whether the row is ours: the paper does not have it."""
     members: int = 1
-    """More than one: the row is an ensemble of so many runs."""
+    """Number of runs in the ensemble; 1 if the row is no ensemble."""
 
 
 @dataclass(frozen=True)
@@ -176,9 +176,7 @@ def _ensemble(row: PaperRow, records: Path) -> Row | None:
         seeds=1,
         epochs=from_mapping(record["config"]).total_epochs,
         scale="full",
-        command="",
         cells=tuple(Cell(metric, values_of([found], metric), None) for metric in METRICS),
-        seconds=None,
         ours=True,
         members=record["members"],
     )

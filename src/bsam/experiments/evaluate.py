@@ -91,12 +91,9 @@ def evaluate(
                 predictions.save(file)
             _draw(predictions, folder / f"reliability-{part}-{name}.png")
             record = read_json(path)
-            where = (
-                {"environment": environment(dataset.device)}
-                if made
-                else {k: known[k] for k in ("environment",) if k in known}
-            )
-            evaluation = {**found, **origin, "sha256": _sha256(file), **where}
+            evaluation = {**found, **origin, "sha256": _sha256(file)}
+            if made or "environment" in known:
+                evaluation["environment"] = environment(dataset.device) if made else known["environment"]
             record["evaluations"].setdefault(part, {})[name] = evaluation
             write_json(path, record)
     return results

@@ -18,8 +18,7 @@ __all__ = ["Data", "Device", "Extent", "SaveMinutes", "Work", "taking"]
 
 Device = Annotated[str | None, typer.Option(help="Device, like cuda:0.", show_default="the accelerator, or cpu")]
 Data = Annotated[
-    Path | None,
-    typer.Option(help="Folder of the data sets, as torchvision lays them out.", envvar="BSAM_DATA"),
+    Path | None, typer.Option(help="Folder of the data sets, as torchvision lays them out.", envvar="BSAM_DATA")
 ]
 SaveMinutes = Annotated[float, typer.Option(min=0, help="Minutes between two checkpoints of a run.")]
 

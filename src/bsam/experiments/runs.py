@@ -15,7 +15,7 @@ import dataclasses
 import shlex
 import signal
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -35,6 +35,7 @@ __all__ = [
     "RunBusyError",
     "RunInterruptedError",
     "choose_device",
+    "handled",
     "holds_run",
     "naming",
     "read_origin",
@@ -225,13 +226,19 @@ def signals_kept() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         arrived.append(number)
 
-    try:
-        previous = {number: signal.signal(number, keep) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: signals go elsewhere
+    with handled((signal.SIGINT, signal.SIGTERM), keep):
         yield arrived
-        return
+
+
+@contextlib.contextmanager
+def handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Give these signals to `handler` while the block runs."""
+    previous: dict[int, Any] = {}
     try:
-        yield arrived
+        with contextlib.suppress(ValueError):  # not in the main thread: signals go elsewhere
+            for number in numbers:
+                previous[number] = signal.signal(number, handler)
+        yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, before in previous.items():
+            signal.signal(number, before)

@@ -1,8 +1,8 @@
 """Data sets: read from a folder or downloaded, checked, put on the device, and cut into batches there."""
 
-from bsam.experiments.data.batches import epoch_batches, epoch_length, plain_batches, stacked_batches
+from bsam.experiments.data.batches import epoch_length, plain_batches, stacked_batches
 from bsam.experiments.data.download import data_folder
-from bsam.experiments.data.embedded import Labelled, Split, digits, two_moons
+from bsam.experiments.data.embedded import Labelled, digits, two_moons
 from bsam.experiments.data.loading import Dataset, load
 from bsam.experiments.data.table import DATASETS, DatasetInfo
 
@@ -11,10 +11,8 @@ __all__ = [
     "Dataset",
     "DatasetInfo",
     "Labelled",
-    "Split",
     "data_folder",
     "digits",
-    "epoch_batches",
     "epoch_length",
     "load",
     "plain_batches",

@@ -19,13 +19,13 @@ from torch import Tensor
 from bsam.experiments.data.embedded import Labelled
 from bsam.experiments.data.loading import Dataset
 
-__all__ = ["crop_and_flip", "epoch_batches", "epoch_length", "plain_batches", "stacked_batches"]
+__all__ = ["crop_and_flip", "epoch_length", "plain_batches", "stacked_batches"]
 
 PADDING = 4
 
 
 def epoch_length(dataset: Dataset, batch_size: int, *, augment: bool = False, drop_last: bool = False) -> int:
-    """How many batches an epoch of training has; an error if `epoch_batches` could not make them."""
+    """How many batches an epoch of training has; an error if `stacked_batches` could not make them."""
     _check_batch_size(batch_size)
     if augment and len(dataset.image_shape) != 3:
         raise ValueError(f"{dataset.info.name} cannot be augmented: it holds no images. Leave out augment.")
@@ -33,33 +33,6 @@ def epoch_length(dataset: Dataset, batch_size: int, *, augment: bool = False, dr
     if drop_last and num_data < batch_size:
         raise ValueError(f"batch_size={batch_size} with drop_last leaves no batch of {num_data} examples.")
     return num_data // batch_size if drop_last else -(-num_data // batch_size)
-
-
-def epoch_batches(
-    dataset: Dataset,
-    batch_size: int,
-    *,
-    seed: int,
-    epoch: int,
-    augment: bool = False,
-    drop_last: bool = False,
-    start_batch: int = 0,
-) -> Iterator[Labelled]:
-    """The normalised batches of one epoch of training.
-
-    Args:
-        dataset: The data.
-        batch_size: Examples a batch.
-        seed: The run's seed.
-        epoch: Which epoch; with `seed` it decides order and augmentation.
-        augment: Crop and mirror at random.
-        drop_last: Leave out a last batch that is smaller than the others.
-        start_batch: Begin with this batch, counted from 0, to go on in the middle of an epoch.
-    """
-    batches = stacked_batches(
-        dataset, batch_size, seeds=[seed], epoch=epoch, augment=augment, drop_last=drop_last, start_batch=start_batch
-    )
-    return ((x[0], y[0]) for x, y in batches)
 
 
 def stacked_batches(
@@ -72,7 +45,17 @@ def stacked_batches(
     drop_last: bool = False,
     start_batch: int = 0,
 ) -> Iterator[Labelled]:
-    """The batches of `epoch_batches` for several seeds, stacked along a new dimension 0."""
+    """Yield the normalised batches of one epoch of training, for several runs: (seeds, batch, ...).
+
+    Args:
+        dataset: The data.
+        batch_size: Examples per batch.
+        seeds: The seed of each run.
+        epoch: Which epoch. Seed and epoch decide order and augmentation.
+        augment: Crop and mirror at random.
+        drop_last: Leave out a last batch that is smaller than the others.
+        start_batch: Begin with this batch, counted from 0, to go on in the middle of an epoch.
+    """
     images, labels = dataset.train
     num_batches = epoch_length(dataset, batch_size, augment=augment, drop_last=drop_last)
     if not 0 <= start_batch <= num_batches:

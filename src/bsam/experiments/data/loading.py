@@ -122,13 +122,13 @@ def _take(data: Labelled, index: Tensor) -> Labelled:
 
 
 def _read_digits(info: DatasetInfo, folder: Path) -> tuple[Arrays, Arrays]:
-    """The digits of `digits()`: its training and validation parts to train on, and its test part."""
-    split = digits(info.num_train, 0)
+    """Read the digits of `digits()`."""
 
     def raw(part: Labelled) -> Arrays:
         return (part[0] * info.scale).to(torch.uint8).view(-1, *info.image_shape).numpy(), part[1].numpy()
 
-    return raw(split.train), raw(split.test)
+    train, test = digits(info.num_train)
+    return raw(train), raw(test)
 
 
 def _read_moons(info: DatasetInfo, folder: Path) -> tuple[Arrays, Arrays]:

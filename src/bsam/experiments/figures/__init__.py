@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from bsam.experiments.figures import data_sets, duality, logistic, moons, objectives, relaxed
-from bsam.experiments.figures.style import new_figure, save
+from bsam.experiments.style import new_figure, save
 
 __all__ = ["FIGURES", "Picture", "draw", "picture"]
 

@@ -23,8 +23,8 @@ from scipy.special import expit  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from bsam.experiments.figures.logistic import Gaussian, Settings, exact_predictive, predictive, train_bsam
-from bsam.experiments.figures.style import BLACK, BLUE, GREEN, RED
 from bsam.experiments.figures.threads import one_thread
+from bsam.experiments.style import BLACK, BLUE, GREEN, RED
 from bsam.optim.sam import perturbation
 from bsam.theory.gaussian import Array
 from bsam.theory.losses import murphy_data
@@ -36,15 +36,10 @@ TITLES = {"sam": "SAM, point estimate", "bsam": "bSAM", "laplace": "SAM + Laplac
 
 @dataclass(frozen=True)
 class DataSets:
-    """Mean confidences: over a map, as `Logistic.confidence`.
+    """Mean confidences over a map, see `Logistic.confidence`."""
 
-    Args:
-        separable: By seed, whether a line through zero separates the classes.
-        confidence: By prior precision, method and seed.
-    """
-
-    separable: NDArray[np.bool_]
-    confidence: dict[float, dict[str, Array]]
+    separable: NDArray[np.bool_]  # per seed: whether a line through zero separates the classes
+    confidence: dict[float, dict[str, Array]]  # by prior precision and method, one number per seed
 
     def excess(self, prior_precision: float, method: str) -> Array:
         """How much more confident the method is than exact Bayes."""

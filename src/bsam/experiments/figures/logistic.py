@@ -39,8 +39,8 @@ from scipy.special import expit  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 import bsam
-from bsam.experiments.figures.style import BLACK, BLUE, GRAY, GREEN, ORANGE, PURPLE, RED, ellipse, probability, scatter
 from bsam.experiments.figures.threads import one_thread
+from bsam.experiments.style import BLACK, BLUE, GRAY, GREEN, ORANGE, PURPLE, RED, ellipse, probability, scatter
 from bsam.theory.derivation import bsam_update
 from bsam.theory.fenchel import expectation
 from bsam.theory.gaussian import Array
@@ -72,7 +72,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that was chosen, see the module."""
+    """Every choice, explained at the top of this module."""
 
     prior_precision: float = 0.01
     bsam_steps: int = 8000
@@ -103,39 +103,22 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Logistic:
-    """All results.
-
-    Args:
-        settings: What was chosen.
-        features: (N, 2).
-        labels: -1 or 1.
-        x: Grid of both features.
-        maps: By method, p(y = 1) on the grid, (x_2, x_1).
-        weights: Grid of both weights.
-        density: Of the exact posterior, (w_2, w_1).
-        mode: The MAP estimate.
-        samples: Of the exact posterior, (n, 2).
-        point: SAM's solution.
-        gaussians: By method; that of `exact` has the exact posterior's moments.
-        separating: By method, which share of the weights' mass has all training points on their right side.
-        stationary: By variant of bSAM, the variances that s* gives, with the curvature averaged over its own Gaussian.
-        fixed_point: The same for the true E|g| in place of a quadratic's.
-    """
+    """The results of all methods."""
 
     settings: Settings
-    features: Array
-    labels: Array
-    x: Array
-    maps: dict[str, Array]
-    weights: Array
-    density: Array
-    mode: Array
-    samples: Array
-    point: Array
-    gaussians: dict[str, Gaussian]
-    separating: dict[str, float]
-    stationary: dict[str, Array]
-    fixed_point: dict[str, Array]
+    features: Array  # (N, 2)
+    labels: Array  # -1 or 1
+    x: Array  # grid of both features
+    maps: dict[str, Array]  # by method: p(y = 1) on the grid, (x_2, x_1)
+    weights: Array  # grid of both weights
+    density: Array  # exact posterior on the grid, (w_2, w_1)
+    mode: Array  # the MAP estimate
+    samples: Array  # samples of the exact posterior, (n, 2)
+    point: Array  # SAM's solution
+    gaussians: dict[str, Gaussian]  # by method; `exact` has the moments of the exact posterior
+    separating: dict[str, float]  # by method: the share of the mass whose weights separate the training points
+    stationary: dict[str, Array]  # by variant of bSAM: variances by s*, with the mean curvature under its own Gaussian
+    fixed_point: dict[str, Array]  # the same variances, by the true E|g| instead of a quadratic's
 
     def distance(self, method: str) -> float:
         """Total variation distance of the predictive to exact Bayes: the mean over the map of |p - p_exact|."""

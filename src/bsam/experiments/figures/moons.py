@@ -12,12 +12,11 @@ import warnings
 from dataclasses import dataclass, replace
 from functools import cache
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from bsam.experiments.demo import Map, load_demo, moons
-from bsam.experiments.figures.style import probability
 from bsam.experiments.figures.threads import one_thread
+from bsam.experiments.style import probability
 
 __all__ = ["Moons", "compute_moons", "draw_moons"]
 
@@ -35,13 +34,8 @@ class Moons:
     """The training accuracy of `FORGETFUL`, by seed; None where training came to numbers that are not finite."""
 
     def certain_far_away(self, method: str) -> float:
-        """Which share of the map outside the data's own box has a class of more than 95%."""
-        found = self.maps[method]
-        low, high = found.points.min(0).values.numpy() - 0.5, found.points.max(0).values.numpy() + 0.5
-        x, y = np.meshgrid(found.x.numpy(), found.y.numpy())
-        outside = (x < low[0]) | (x > high[0]) | (y < low[1]) | (y > high[1])
-        p = found.probability.numpy()[outside]
-        return float(np.mean(np.maximum(p, 1 - p) > 0.95))
+        """Return the share of the map outside the data's bounding box where a class has more than 95%."""
+        return self.maps[method].certain_far_away(0.95)
 
     def accuracy(self, method: str) -> float:
         """Which share of the training points lies on its side of the map (at the grid's nearest point)."""

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy.optimize import brentq  # type: ignore[import-untyped]
 
-from bsam.experiments.figures.style import BLACK, BLUE, GRAY, GREEN, PURPLE, RED
+from bsam.experiments.style import BLACK, BLUE, GRAY, GREEN, PURPLE, RED
 from bsam.theory.fenchel import biconjugate, expected_negative_loss, max_loss, max_loss_in_ball, worst_case
 from bsam.theory.gaussian import Array, Univariate
 from bsam.theory.losses import Loss, Majorant, three_minima
@@ -39,37 +39,21 @@ MINIMA = {"A": -4.0, "B": 0.0, "C": 3.6}
 
 @dataclass(frozen=True)
 class Neighbourhood:
-    """What SAM, Bayes and relaxed Bayes make of the loss around one omega.
+    """What SAM, Bayes and relaxed Bayes make of the loss around one omega."""
 
-    Args:
-        theta: A grid.
-        loss: The loss there.
-        omega: The centre of ball and Gaussian.
-        rho: Radius of the ball.
-        sigma: Standard deviation of the Gaussian.
-        max_loss: The largest loss in the ball.
-        perturbation: Where it is, relative to omega.
-        expected_loss: -f(mu), under the Gaussian.
-        samples: Some theta drawn from it.
-        worst_expected_loss: -f**(mu), under the worst distribution with its mean and variance.
-        atoms: Where that distribution has its mass.
-        weights: How much.
-        majorant: A quadratic above the loss that touches it at the atoms: its expectation is -f**(mu).
-    """
-
-    theta: Array
-    loss: Array
-    omega: float
-    rho: float
-    sigma: float
-    max_loss: float
-    perturbation: float
-    expected_loss: float
-    samples: Array
-    worst_expected_loss: float
-    atoms: Array
-    weights: Array
-    majorant: Array
+    theta: Array  # a grid
+    loss: Array  # the loss on the grid
+    omega: float  # the centre of ball and Gaussian
+    rho: float  # radius of the ball
+    sigma: float  # standard deviation of the Gaussian
+    max_loss: float  # the largest loss in the ball
+    perturbation: float  # where the largest loss is, relative to omega
+    expected_loss: float  # -f(mu), under the Gaussian
+    samples: Array  # samples of the Gaussian
+    worst_expected_loss: float  # -f**(mu), under the worst distribution with the Gaussian's mean and variance
+    atoms: Array  # the points of the worst distribution
+    weights: Array  # their probabilities
+    majorant: Array  # a quadratic above the loss that touches it at the atoms; its expectation is -f**(mu)
 
 
 def compute_neighbourhood(
@@ -149,21 +133,13 @@ def draw_worst_case(result: Neighbourhood, figure: Figure) -> None:
 
 @dataclass(frozen=True)
 class Smoothing:
-    """A loss, its expectation and its relaxation for growing variances, as functions of the mean.
+    """A loss, its expectation and its relaxation for growing variances, as functions of the mean."""
 
-    Args:
-        omega: A grid.
-        loss: The loss there.
-        variances: v.
-        expected: -f(omega, v), (variances, grid).
-        relaxed: -f**(omega, v), (variances, grid).
-    """
-
-    omega: Array
-    loss: Array
-    variances: Array
-    expected: Array
-    relaxed: Array
+    omega: Array  # a grid
+    loss: Array  # the loss on the grid
+    variances: Array  # v
+    expected: Array  # -f(omega, v), (variances, grid)
+    relaxed: Array  # -f**(omega, v), (variances, grid)
 
 
 def compute_smoothing(variances: tuple[float, ...] = (0.02, 0.5, 2.0, 4.0), num_points: int = 441) -> Smoothing:
@@ -222,42 +198,23 @@ def draw_smoothing(result: Smoothing, figure: Figure) -> None:
 
 @dataclass(frozen=True)
 class TheoremTwo:
-    """SAM's objective beside the relaxation that has the same minimiser, and how far this goes.
+    """SAM's objective beside the relaxation that has the same minimiser, and how far this goes."""
 
-    Args:
-        theta: A grid.
-        centre: Of the regulariser, delta/2 (theta - centre)^2.
-        delta: Its strength.
-        rho: Radius of SAM's ball.
-        sigma: Of the relaxation, by Theorem 2.
-        regularised: Loss and regulariser on the grid.
-        bayes: E_Bayes with this sigma.
-        sam: E_SAM.
-        relaxed: E_relaxed, without the constant in log Z.
-        sam_minimiser: Global, on the grid and then exactly.
-        relaxed_minimiser: The same of E_relaxed, found without knowing the other.
-        radii: Further rho.
-        sam_minimisers: For each, the minimiser of E_SAM near B.
-        is_kink: Whether two perturbations attain the maximum there.
-        relaxed_minimisers: For each, the minimiser near B of E_relaxed with the sigma of Theorem 2; nan at a kink,
-            where the theorem gives none.
-    """
-
-    theta: Array
-    centre: float
-    delta: float
-    rho: float
-    sigma: float
-    regularised: Array
-    bayes: Array
-    sam: Array
-    relaxed: Array
-    sam_minimiser: float
-    relaxed_minimiser: float
-    radii: Array
-    sam_minimisers: Array
-    is_kink: NDArray[np.bool_]
-    relaxed_minimisers: Array
+    theta: Array  # a grid
+    centre: float  # centre of the regulariser delta/2 (theta - centre)^2
+    delta: float  # strength of the regulariser
+    rho: float  # radius of SAM's ball
+    sigma: float  # sigma of the relaxation, by Theorem 2
+    regularised: Array  # loss and regulariser on the grid
+    bayes: Array  # E_Bayes with this sigma
+    sam: Array  # E_SAM
+    relaxed: Array  # E_relaxed, without the constant in log Z
+    sam_minimiser: float  # global minimiser of E_SAM
+    relaxed_minimiser: float  # global minimiser of E_relaxed, found without the one of E_SAM
+    radii: Array  # more values of rho
+    sam_minimisers: Array  # per radius: the minimiser of E_SAM near B
+    is_kink: NDArray[np.bool_]  # per radius: whether two perturbations attain the maximum at the minimiser
+    relaxed_minimisers: Array  # per radius: the minimiser near B of E_relaxed with Theorem 2's sigma; nan at a kink
 
 
 def recentred(loss: Loss, centre: float) -> Loss:
@@ -288,7 +245,7 @@ def compute_theorem_2(
     sam = sam_objective(loss, x, rho, delta)
     solution, eps = _sam_minimiser(loss, x, rho, delta)
     sigma = relaxation_of_sam(loss, solution, eps, delta).sigma
-    relaxed = max_loss(loss, x, 1 / sigma**2).value + delta / 2 * x**2
+    relaxed = _relaxed_objective(loss, x, sigma, delta)
     best = _stationary(loss, x[relaxed.argmin()], sigma, delta)
     near = np.linspace(-1.2, 1.2, 241) - centre
     radii = np.linspace(0.05, 1.2, num_radii)
@@ -298,7 +255,7 @@ def compute_theorem_2(
         try:
             s = relaxation_of_sam(loss, m, e, delta).sigma
             kinks.append(False)
-            others.append(_stationary(loss, _relaxed_minimum(loss, near, s, delta), s, delta))
+            others.append(_stationary(loss, near[_relaxed_objective(loss, near, s, delta).argmin()], s, delta))
         except ValueError:
             kinks.append(True)
             others.append(np.nan)
@@ -337,9 +294,8 @@ def _sam_minimiser(loss: Loss, grid: Array, rho: float, delta: float) -> tuple[f
     return float(fine[i]), float(eps[i])
 
 
-def _relaxed_minimum(loss: Loss, grid: Array, sigma: float, delta: float) -> float:
-    values = max_loss(loss, grid, 1 / sigma**2).value + delta / 2 * grid**2
-    return float(grid[values.argmin()])
+def _relaxed_objective(loss: Loss, grid: Array, sigma: float, delta: float) -> Array:
+    return max_loss(loss, grid, 1 / sigma**2).value + delta / 2 * grid**2
 
 
 def _stationary(loss: Loss, start: float, sigma: float, delta: float) -> float:
@@ -376,13 +332,7 @@ def draw_theorem_2(result: TheoremTwo, figure: Figure) -> None:
         result.radii, result.relaxed_minimisers, color=GREEN, lw=2, ls="--", label="of E_relaxed, Theorem 2's sigma"
     )
     if result.is_kink.any():
-        right.axvspan(
-            result.radii[result.is_kink].min(),
-            result.radii[-1],
-            color=GRAY,
-            alpha=0.25,
-            lw=0,
-            label="two worst eps: a kink",
-        )
+        first = result.radii[result.is_kink].min()
+        right.axvspan(first, result.radii[-1], color=GRAY, alpha=0.25, lw=0, label="two worst eps: a kink")
     right.set(xlabel="rho", ylabel="minimiser near B")
     right.legend(fontsize=8)

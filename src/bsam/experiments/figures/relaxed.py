@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from bsam.experiments.figures.style import BLUE, GRAY, GREEN, RED, ellipse
+from bsam.experiments.style import BLUE, GRAY, GREEN, RED, ellipse
 from bsam.theory.fenchel import expected_negative_loss
 from bsam.theory.gaussian import Array
 from bsam.theory.losses import logistic_regression, separable_data
@@ -22,23 +22,14 @@ TITLES = {"bayes": "Bayes, f", "relaxed": "relaxed Bayes, f** to 1e-5", "sampled
 
 @dataclass(frozen=True)
 class Relaxed:
-    """The learning rule along f, along f**, and along what L tangents at samples of q take for f**.
+    """The learning rule for f, for f**, and for f** approximated by L tangents at samples of q."""
 
-    Args:
-        traces: By objective.
-        gaps: f - f** along the way, with f** to its tolerance.
-        apparent_gap: f minus the value of the program with L sampled tangents, along the third way.
-        num_tangents: L.
-        weights: Grid of both weights.
-        density: Of the exact posterior, not normalised, (w_2, w_1).
-    """
-
-    traces: dict[str, Trace]
-    gaps: dict[str, Array]
-    apparent_gap: Array
-    num_tangents: int
-    weights: Array
-    density: Array
+    traces: dict[str, Trace]  # by objective
+    gaps: dict[str, Array]  # f - f** per step, with f** computed to its tolerance
+    apparent_gap: Array  # the third rule's f - f** per step, with f** approximated by L sampled tangents
+    num_tangents: int  # L, the number of sampled tangents
+    weights: Array  # grid of both weights
+    density: Array  # exact posterior on the grid, not normalised, (w_2, w_1)
 
 
 @cache

@@ -41,12 +41,8 @@ def resnet18(num_classes: int, image_shape: tuple[int, ...], generator: torch.Ge
     He, Zhang, Ren and Sun (2016), "Deep Residual Learning for Image Recognition", CVPR, table 1: four stages of two
     blocks with 64, 128, 256 and 512 channels. Möllenhoff and Khan (2023) say no more than "ResNet-18". The rest is as
     in the authors' code: the stem, the BatchNorm settings, and initial weights `LECUN`, but 0 in the last layer. So all
-    classes are equally likely at the start, and the first gradient is 0 in all layers but the last.
-
-    Args:
-        num_classes: How many logits it returns.
-        image_shape: (channels, height, width).
-        generator: Of the initial weights; None is torch's global one.
+    classes are equally likely at the start, and the first gradient is 0 in all layers but the last. The arguments are
+    explained in `make_model`.
     """
     channels, _, _ = image_size("resnet18", image_shape, smallest=1)
     blocks: list[nn.Module] = []

@@ -120,11 +120,7 @@ def resnet20_frn(
     rest is as in the authors' code: convolutions have biases; each one, the second of a block and the shortcut's
     included, is followed by `FilterResponseNorm` with a threshold of its own, and nothing follows the addition; the
     average is over 8 x 8 pixels, so that a 64 x 64 image has 4 x 64 features. The initial weights are `HE`, biases 0.
-
-    Args:
-        num_classes: How many logits it returns.
-        image_shape: (channels, height, width), at least 29 x 29 pixels.
-        generator: Of the initial weights; None is torch's global one.
+    An image needs at least 29 x 29 pixels. The arguments are explained in `make_model`.
     """
     channels, height, width = image_size("resnet20_frn", image_shape, smallest=29)
     blocks: list[nn.Module] = []

@@ -68,11 +68,7 @@ def reproduce(
 
 @app.command()
 @taking(Extent)
-def sweep(
-    what: Annotated[str, typer.Argument(help="What is varied: rho.")],
-    *,
-    options: Extent,
-) -> None:
+def sweep(what: Annotated[str, typer.Argument(help="What is varied: rho.")], *, options: Extent) -> None:
     """Vary rho of SAM-SGD, SAM-Adam and bSAM: the paper's figure of sensitivity.
 
     Writes sweep_rho.json and sweep_rho.png. bSAM is drawn at 100 rho, as in the paper. Example:
@@ -86,11 +82,7 @@ def sweep(
 
 @app.command()
 @taking(Extent)
-def ablate(
-    what: Annotated[str, typer.Argument(help=f"One of {', '.join(ABLATIONS)}.")],
-    *,
-    options: Extent,
-) -> None:
+def ablate(what: Annotated[str, typer.Argument(help=f"One of {', '.join(ABLATIONS)}.")], *, options: Extent) -> None:
     """Take bSAM apart: without noise, with more samples, more splits, the other curvature.
 
     Writes ablate_WHAT.json and ablate_WHAT.png; runs that a table of the paper has are shared with it. Example:

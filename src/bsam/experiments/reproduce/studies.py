@@ -39,13 +39,23 @@ class Point:
 class Study:
     """Curves, each a list of points."""
 
-    file: str
-    """Name of its JSON and of its figure."""
-    command: str
+    kind: str
+    """`sweep` or `ablate`."""
     what: str
+    """The setting that changes."""
     title: str
     x: str
     series: dict[str, tuple[Point, ...]]
+
+    @property
+    def file(self) -> str:
+        """Name of its JSON and of its figure, without the ending."""
+        return f"{self.kind}_{self.what}"
+
+    @property
+    def command(self) -> str:
+        """The command that runs it."""
+        return f"bsam {self.kind} {self.what}"
 
     @property
     def wanted(self) -> list[Wanted]:
@@ -67,7 +77,7 @@ def sweep_rho(scale: Scale) -> Study:
 
     series = {METHODS[method].title: points(method, 1) for method in ("sam-sgd", "sam-adam")}
     series[f"{METHODS['bsam'].title}, at {_RHO_FACTOR} ρ"] = points("bsam", _RHO_FACTOR)
-    return Study("sweep_rho", "bsam sweep rho", "rho", "Sensitivity to ρ", "ρ", series)
+    return Study("sweep", "rho", "Sensitivity to ρ", "ρ", series)
 
 
 def _noise() -> Study:
@@ -78,13 +88,13 @@ def _noise() -> Study:
         )
         for row, label in enumerate(("bSAM without noise", "bSAM"))
     }
-    return Study("ablate_noise", "bsam ablate noise", "noise", "Gradients at a sample, or at the mean", "data", series)
+    return Study("ablate", "noise", "Gradients at a sample, or at the mean", "data", series)
 
 
 def _samples() -> Study:
     points = tuple(Point(count, Wanted("table1/cifar10/bsam", (count,)), count) for count in _COUNTS)
     title, x = "Number of posterior samples", "samples (0: the mean)"
-    return Study("ablate_samples", "bsam ablate samples", "samples", title, x, {"bSAM": points})
+    return Study("ablate", "samples", title, x, {"bSAM": points})
 
 
 def _splits() -> Study:
@@ -94,36 +104,25 @@ def _splits() -> Study:
         )
         for method in ("bsam", "sam-sgd")
     }
-    return Study("ablate_splits", "bsam ablate splits", "splits", "m-sharpness", "splits", series)
+    return Study("ablate", "splits", "m-sharpness", "splits", series)
 
 
 def _curvature() -> Study:
     def points(curvature: str) -> tuple[Point, ...]:
+        names = {m: f"ablate/curvature/{curvature}-{m}" for m in _SPLITS}
+        changes = (f"curvature={curvature}",)
         return tuple(
-            Point(
-                m,
-                Wanted(
-                    f"table5/cifar100/bsam-{m}",
-                    (PAPER_SAMPLES,),
-                    (f"curvature={curvature}",),
-                    f"ablate/curvature/{curvature}-{m}",
-                ),
-            )
-            for m in _SPLITS
+            Point(m, Wanted(f"table5/cifar100/bsam-{m}", (PAPER_SAMPLES,), changes, name)) for m, name in names.items()
         )
 
     series = {"mean of |g|, as the authors' code": points("mean_abs"), "|mean of g|, as printed": points("abs_mean")}
     title = "Curvature: absolute value before or after the mean over splits"
-    return Study("ablate_curvature", "bsam ablate curvature", "curvature", title, "splits", series)
+    return Study("ablate", "curvature", title, "splits", series)
 
 
-ABLATIONS: dict[str, Callable[[], Study]] = {
-    "noise": _noise,
-    "samples": _samples,
-    "splits": _splits,
-    "curvature": _curvature,
-}
-"""By name."""
+_ABLATIONS = (_noise, _samples, _splits, _curvature)
+ABLATIONS: dict[str, Callable[[], Study]] = {make.__name__.removeprefix("_"): make for make in _ABLATIONS}
+"""The functions that make the ablations, by name."""
 
 
 def collect(study: Study, scale: Scale, records: Path, command: str) -> dict[str, Any]:

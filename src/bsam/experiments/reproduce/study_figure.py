@@ -6,29 +6,24 @@ import math
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from bsam.experiments.metric_columns import TITLES
+from bsam.experiments.style import BLUE, GREEN, PURPLE, RED, new_figure, save
 
 __all__ = ["draw_metric", "draw_study"]
 
-# Okabe and Ito (2008): also for the colour-blind, with a marker of its own for each.
-_STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))
+_STYLES = ((BLUE, "o"), (RED, "s"), (GREEN, "^"), (PURPLE, "D"))
 
 
 def draw_study(record: dict[str, Any], path: Path) -> Path:
     """Draw what `collect` returned."""
-    figure = Figure(figsize=(9, 6.4), layout="constrained")
+    figure = new_figure(9, 6.4)
     for axes, metric in zip(figure.subplots(2, 2).flat, TITLES, strict=True):
         draw_metric(axes, record, metric)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(_STYLES))
     figure.suptitle(f"{record['title']}{_note(record['scale'])}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context({"svg.hashsalt": "bsam"}):
-        figure.savefig(path, dpi=110)
-    return path
+    return save(figure, path)
 
 
 def draw_metric(axes: Axes, record: dict[str, Any], metric: str) -> None:

@@ -8,7 +8,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from bsam.experiments.runs import RunBusyError, RunInterruptedError
+from bsam.experiments.runs import RunBusyError, RunInterruptedError, handled
 
 __all__ = ["available_cores", "run_all", "share_cores"]
 
@@ -79,7 +79,7 @@ def run_all(
         on_end(index, error)
 
     try:
-        with _terminable():
+        with handled([signal.SIGTERM], _stop):
             while queue or busy:
                 while queue and len(busy) < jobs:
                     connection, process = idle.pop() if idle else _start(work, threads)
@@ -120,6 +120,10 @@ def run_all(
         for process, _ in busy.values():
             process.join()
     return errors
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt  # SIGTERM ends the work as Ctrl-C does
 
 
 def _ready(connections: Iterable[Connection]) -> list[Connection]:
@@ -220,21 +224,3 @@ def _quotas(cgroups: Path, membership: Path) -> Iterator[float]:
                     quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
                     if int(quota) > 0:  # -1: no limit
                         yield int(quota) / int(period)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM end the work as Ctrl-C does."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        previous = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread: signals go elsewhere
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -1,4 +1,4 @@
-"""What the figures share: colours that the colour-blind can tell apart, maps of probabilities, and how to save."""
+"""Style of figures and pages: colours that colour-blind readers can distinguish, maps of probabilities, saving."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse
+from numpy.typing import NDArray
 from PIL import Image
 
-from bsam.theory.gaussian import Array
+__all__ = ["ellipse", "new_figure", "probability", "save", "scatter"]
 
-__all__ = ["BLACK", "BLUE", "GRAY", "GREEN", "ORANGE", "PURPLE", "RED", "ellipse", "new_figure", "probability", "save"]
+Array = NDArray[Any]
 
 # Okabe and Ito (2008).
 BLUE, RED, GREEN, ORANGE, PURPLE = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7"
