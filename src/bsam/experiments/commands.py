@@ -56,11 +56,11 @@ def configs(
     name: Annotated[str | None, typer.Argument(help="A preset, or a TOML file, to see its settings.")] = None,
     settings: Annotated[bool, typer.Option("--settings", help="List all settings, with their defaults.")] = False,
 ) -> None:
-    """List the presets, show one, or list the settings there are.
+    """List the presets, show one preset, or list all settings.
 
-    A preset is the settings of one row of the paper's tables:
+    A preset holds the settings of one row of the paper's tables:
     [bold]table1/cifar10/bsam[/bold] is bSAM on CIFAR-10 in table 1.
-    digits/... needs no download. What is shown can be changed and trained:
+    digits/... needs no download. Settings can be saved, changed and trained:
 
     [bold]bsam configs table1/cifar10/bsam > my.toml[/bold]
 
@@ -90,7 +90,7 @@ def _list_settings() -> None:
 def _list_presets() -> None:
     console = Console()
     console.print(
-        "A preset is the settings of a run, mostly those of a row of the paper's tables.\n"
+        "A preset holds the settings of a run; most of them are rows of the paper's tables.\n"
         "See one with:             bsam configs BLOCK/METHOD\n"
         "See all settings with:    bsam configs --settings",
         highlight=False,
@@ -113,14 +113,14 @@ def _list_presets() -> None:
 @app.command()
 def train(
     name: Annotated[
-        str | None, typer.Argument(metavar="PRESET", help="What to train: see `bsam configs`. Or a TOML file.")
+        str | None, typer.Argument(metavar="PRESET", help="The preset to train, see `bsam configs`, or a TOML file.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the runs.", show_default="runs/PRESET")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds to train, one after the other.")] = 1,
     stack_seeds: Annotated[bool, typer.Option("--stack-seeds", help="Train the seeds together, in one step.")] = False,
-    first_seed: Annotated[int, typer.Option(help="The first of them.")] = 0,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Fewer or more epochs than the preset has.")] = None,
+    first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs instead of the preset's.")] = None,
     change: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, see `bsam configs --settings`."),
@@ -128,12 +128,14 @@ def train(
     data: Data = None,
     device: Device = None,
     save_minutes: SaveMinutes = 5.0,
-    save_epochs: Annotated[int | None, typer.Option(min=1, help="Also save after each so many epochs.")] = None,
+    save_epochs: Annotated[
+        int | None, typer.Option(min=1, help="Also save every time this many epochs are done.")
+    ] = None,
     compiled: Annotated[
         bool | None, typer.Option("--compiled/--loop", help="Compile the step.", show_default="compiled on CUDA")
     ] = None,
 ) -> None:
-    """Train a preset, or the settings in a TOML file. Ctrl-C saves the run and says how to go on.
+    """Train a preset, or the settings in a TOML file. Ctrl-C saves the run and prints how to go on.
 
     Examples:
 
@@ -173,7 +175,7 @@ def train(
 
 
 def _is_file(name: str) -> bool:
-    """Whether a preset's name is the path of a TOML file instead."""
+    """Whether the name is the path of a TOML file, and not a preset."""
     return name.endswith(".toml")
 
 
@@ -209,15 +211,16 @@ def evaluate(
     ] = None,
     part: Annotated[str, typer.Option(help="test, or validation.")] = "test",
     temperature: Annotated[
-        float | None, typer.Option(help="Of the posterior: multiplies its variance.", show_default="1, or the run's")
+        float | None,
+        typer.Option(help="Temperature: multiplies the posterior's variance.", show_default="1, or the run's"),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Make predictions anew that were made before.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Make all predictions again, also those that exist.")] = False,
     data: Data = None,
     device: Device = None,
 ) -> None:
-    """Predict the test set with a run's posterior, and rate the predictions.
+    """Predict the test set with a run's posterior, and compute the metrics.
 
-    Writes predictions and a reliability diagram for each number of samples
+    Writes predictions and one reliability diagram per number of samples
     into the folder, and the metrics into its record. Examples:
 
     [bold]bsam evaluate runs/digits/seed0 --samples 0,8,64[/bold]
@@ -250,9 +253,9 @@ def evaluate(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the page and its numbers.")] = Path("report"),
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds for each method.", show_default="3")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds per method.", show_default="3")] = None,
     tune: Annotated[
-        bool, typer.Option("--tune", help="Choose the settings anew on the validation part; up to an hour.")
+        bool, typer.Option("--tune", help="Choose the settings again on the validation part; takes up to an hour.")
     ] = False,
 ) -> None:
     """Train all methods on handwritten digits, and write a page that compares them.
@@ -358,7 +361,7 @@ def _link(page: Path) -> str:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on stderr; yields the function to call with a method's name after each piece of work."""
+    """Show a progress bar on stderr; yield the function to call with the method's name after each piece of work."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""The ensemble of a run's seeds: predictions averaged over the runs, and over the samples of each."""
+"""Ensembles: predictions averaged over runs with different seeds, and over the samples of each run."""
 
 from __future__ import annotations
 
@@ -20,17 +20,13 @@ __all__ = ["average", "write_ensemble"]
 
 
 def average(members: Sequence[bsam.Predictions]) -> bsam.Predictions:
-    """Average the probabilities of several runs, each with equal weight.
-
-    Args:
-        members: Predictions for the same examples, in the same order.
-    """
+    """Average the probabilities of several runs with equal weights; all must predict the same examples in one order."""
     first = members[0]
     for other in members[1:]:
         a, b = first.labels, other.labels
         same = a is b if a is None or b is None else torch.equal(a, b)
         if other.log_probs.shape != first.log_probs.shape or not same:
-            raise ValueError("the members of an ensemble predict other examples: give them the same data.")
+            raise ValueError("the members of an ensemble predict different examples: give them the same data.")
     log_probs = torch.stack([member.log_probs for member in members]).logsumexp(0) - math.log(len(members))
     # I(label; weights) = H[mean of p] - mean of H[p], the second mean over all samples of all members.
     of_samples = torch.stack([entropy(member.log_probs) - member.mutual_information for member in members]).mean(0)
@@ -44,17 +40,9 @@ def average(members: Sequence[bsam.Predictions]) -> bsam.Predictions:
 
 
 def write_ensemble(path: Path, runs: Path, part: str, *, preset: str, scale: str, config: Config) -> None:
-    """Rate the ensemble of all seeds in a folder, with every evaluation that all of them have, and write its record.
+    """Evaluate the ensemble of the runs seed0, seed1, ... in the folder `runs`, and write its record to `path`.
 
-    Where the record is of an ensemble of more members, it stays.
-
-    Args:
-        path: The record.
-        runs: Folder of the runs: seed0, seed1, ...
-        part: Which part of the data was predicted.
-        preset: The name that the runs' settings came under.
-        scale: See `bsam.experiments.recorded_runs`.
-        config: The runs' settings.
+    The ensemble has every evaluation that all runs have. A record of an ensemble with more members is not replaced.
     """
     folders = [folder for folder in runs.glob("seed*") if folder.is_dir()]  # the records of `bsam tune` are beside them
     names = [

@@ -1,4 +1,4 @@
-"""Data sets: read from a folder or downloaded, checked, put on the device, and cut into batches there."""
+"""Data sets: they are read or downloaded, checked, moved to the device, and cut into batches there."""
 
 from bsam.experiments.data.batches import epoch_length, plain_batches, stacked_batches
 from bsam.experiments.data.download import data_folder

@@ -1,10 +1,10 @@
-"""Batches, made on the device the data is on.
+"""Batches, made on the device of the data.
 
-An epoch's order and augmentation are functions of (seed, epoch) alone: they are drawn on the CPU when it starts, so
-that they are the same on every device, and any batch of it can be made without those before it.
+Order and augmentation are functions of (seed, epoch) only. They are drawn on the CPU when an epoch starts, so they are
+the same on every device, and any batch can be made without the batches before it.
 
-Augmentation is what torchvision's RandomCrop(size, padding=4) and RandomHorizontalFlip() do before normalisation: the
-raw image is padded with zeros (black), a window of its size is cut out, and every second one is mirrored.
+Augmentation does what torchvision's RandomCrop(size, padding=4) and RandomHorizontalFlip() do before normalisation: the
+raw image is padded with zeros (black), a window of its size is cut out, and half of the windows are mirrored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PADDING = 4
 
 
 def epoch_length(dataset: Dataset, batch_size: int, *, augment: bool = False, drop_last: bool = False) -> int:
-    """How many batches an epoch of training has; an error if `stacked_batches` could not make them."""
+    """Return the number of batches per epoch; an error if `stacked_batches` could not make them."""
     _check_batch_size(batch_size)
     if augment and len(dataset.image_shape) != 3:
         raise ValueError(f"{dataset.info.name} cannot be augmented: it holds no images. Leave out augment.")
@@ -74,7 +74,7 @@ def stacked_batches(
 
 
 def _draw_epoch(num_data: int, seed: int, epoch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Order of the examples, how far their windows move down and to the right, and whether they are mirrored."""
+    """Draw the order of the examples, their windows' offsets down and right, and whether they are mirrored."""
     digest = hashlib.blake2b(struct.pack("<2q", seed, epoch), digest_size=8, person=b"batches").digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
     order = torch.randperm(num_data, generator=generator)
@@ -83,13 +83,13 @@ def _draw_epoch(num_data: int, seed: int, epoch: int) -> tuple[Tensor, Tensor, T
 
 
 def crop_and_flip(images: Tensor, index: Tensor, down: Tensor, right: Tensor, mirrored: Tensor) -> Tensor:
-    """Pick images, each seen through a window that is moved, and mirrored where that is not 0; zeros outside.
+    """Pick images through windows that are moved and, where `mirrored` is not 0, mirrored; zeros outside the image.
 
     Args:
         images: (n, channels, height, width).
         index: Which images; the other arguments have the same length.
-        down: How many pixels the window moves down, or up if negative.
-        right: How many pixels the window moves to the right.
+        down: Number of pixels that the window moves down, or up if negative.
+        right: Number of pixels that the window moves to the right.
         mirrored: Whether the window is mirrored left to right, after it was moved.
     """
     _, channels, height, width = images.shape
@@ -103,14 +103,14 @@ def crop_and_flip(images: Tensor, index: Tensor, down: Tensor, right: Tensor, mi
 
 
 def plain_batches(dataset: Dataset, part: str = "test", batch_size: int = 512) -> Iterator[Labelled]:
-    """The normalised batches of a part of the data ("train", "validation" or "test"), in order and as they are."""
+    """Yield the normalised batches of a part of the data: "train", "validation" or "test", in order."""
     parts = {"train": dataset.train, "validation": dataset.validation, "test": dataset.test}
     if part not in parts:
         raise ValueError(f"part={part!r} must be one of {', '.join(parts)}.")
     _check_batch_size(batch_size)
     images, labels = parts[part]
     if len(images) == 0:
-        raise ValueError(f"the {part} part of {dataset.info.name} is empty: load it with validation=1000, say.")
+        raise ValueError(f"the {part} part of {dataset.info.name} is empty: load it with validation=1000, for example.")
     slices = (slice(start, start + batch_size) for start in range(0, len(images), batch_size))
     return ((dataset.normalise(images[rows]), labels[rows]) for rows in slices)
 

@@ -1,11 +1,11 @@
-"""The data sets: what they look like, which files they come in, and where those come from.
+"""The table of data sets: sizes, files, md5 sums and addresses.
 
-Files lie below the data folder as torchvision puts them, so that one folder serves both. The md5 of every file but
-TinyImageNet's 110,000 images is published, and known here; of TinyImageNet the archive's is.
+Files are in the data folder as torchvision lays them out, so one folder serves both. The table has the published md5
+of every file; of TinyImageNet, with 110,000 images, that of the archive.
 
 Means and standard deviations are those of the authors' code (see Möllenhoff and Khan, 2023). The MNIST sets are only
-scaled to [0, 1]: mean 0, standard deviation 1. Those with “-standardised” have mean and standard deviation of all
-pixels of their training images.
+scaled to [0, 1]: mean 0, standard deviation 1. The sets with “-standardised” have the mean and the standard deviation
+of all pixels of their training images.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class DatasetInfo:
     name: str
     num_classes: int
     image_shape: tuple[int, ...]
-    """Of one image (channels, height, width), or of one input that is no image."""
+    """Shape of one image (channels, height, width), or of one input that is no image."""
     num_train: int
     num_test: int = 10_000
     scale: float = 255
@@ -32,17 +32,17 @@ class DatasetInfo:
     """One number per channel."""
     std: tuple[float, ...] = (1.0,)
     folder: str = ""
-    """Where it lies below the data folder."""
+    """Folder inside the data folder."""
     train_files: tuple[str, ...] = ()
     test_files: tuple[str, ...] = ()
     urls: Mapping[str, str] = field(default_factory=dict)
-    """Where to download what, by path below the data folder: files, or an archive that holds `folder`."""
+    """Addresses by path inside the data folder: of files, or of an archive that holds `folder`."""
     md5: Mapping[str, str] = field(default_factory=dict)
-    """By path below the data folder."""
+    """md5 by path inside the data folder."""
 
 
 def _mnist(name: str, folder: str, url: str, md5: dict[str, tuple[str, str]]) -> DatasetInfo:
-    """A set in MNIST's format; `md5` has those of each file as it is downloaded, and uncompressed."""
+    """Describe a data set in MNIST's format; `md5` has the sums of each file, compressed and uncompressed."""
     files = {f"{folder}/{file}": file for file in md5}
     train_images, train_labels, test_images, test_labels = (f"{path}.gz" for path in files)
     return DatasetInfo(
@@ -146,4 +146,4 @@ _ALL = (
 )
 
 DATASETS: dict[str, DatasetInfo] = {info.name: info for info in _ALL}
-"""By name; digits and moons come with scikit-learn and need no files."""
+"""Data sets by name; digits and moons come with scikit-learn and need no files."""

@@ -32,7 +32,7 @@ def mlp(
 
 
 def mlp_elu(num_classes: int, image_shape: tuple[int, ...], generator: torch.Generator | None = None) -> nn.Sequential:
-    """The network for MNIST of the authors' code: 784-500-300-10 with ELU, and biases that start at 0.05."""
+    """Make the network of the authors' code for MNIST: 784-500-300-10 with ELU, and biases that start at 0.05."""
     layers = list(mlp((500, 300), num_classes + 1, image_shape, generator))[:-1]  # one more output, no constant logit
     for layer in layers:
         if isinstance(layer, nn.Linear):

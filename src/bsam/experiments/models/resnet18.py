@@ -13,7 +13,7 @@ __all__ = ["resnet18"]
 
 
 def conv_norm(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
-    """A convolution without bias, and BatchNorm with the decay .9 and eps 1e-5 of the authors' code."""
+    """Make a convolution without bias, and BatchNorm with the decay .9 and eps 1e-5 of the authors' code."""
     conv = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
     return nn.Sequential(OrderedDict(conv=conv, norm=nn.BatchNorm2d(outputs, eps=1e-5, momentum=0.1)))
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
         self.shortcut = nn.Identity() if inputs == outputs else conv_norm(inputs, outputs, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """ReLU of the sum of both ways."""
+        """Return the ReLU of the sum of both paths."""
         return torch.relu(self.residual(x) + self.shortcut(x))
 
 

@@ -20,10 +20,10 @@ __all__ = [
 ]
 
 METRICS = ("accuracy", "nll", "ece", "auroc")
-"""In the order of the tables."""
+"""The metrics, in the order of the tables."""
 PAPER_SEEDS = 5
 PAPER_SAMPLES = 32
-"""Samples of the posterior behind a number, where a table does not say otherwise."""
+"""Number of posterior samples, if a table does not say another number."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Published:
     mean: float
     sd: float | None
     printed: str
-    """With the digits it was printed with."""
+    """The text as printed."""
 
     @property
     def rounding(self) -> float:
-        """Half a unit of the mean's last printed digit: 0.005 for 86.55."""
+        """Return half a unit of the mean's last printed digit: 0.005 for 86.55."""
         mean, _, _ = self.printed.partition(" ")
         _, _, decimals = mean.partition(".")
         return 0.5 * 10.0 ** -len(decimals)
@@ -56,7 +56,7 @@ class PaperRow:
 
 @dataclass(frozen=True)
 class PaperBlock:
-    """The rows that stand together, and are compared with each other."""
+    """Rows that are compared with each other."""
 
     name: str
     title: str
@@ -74,7 +74,7 @@ class PaperTable:
 
 @cache
 def paper_tables() -> dict[str, PaperTable]:
-    """The six tables, by name: table1 to table6."""
+    """Return the six tables by name: table1 to table6."""
     content = tomllib.loads((files("bsam.experiments.paper") / "results.toml").read_text())
     return {
         name: PaperTable(

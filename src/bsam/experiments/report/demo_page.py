@@ -23,7 +23,7 @@ __all__ = ["write_demo_page"]
 def write_demo_page(
     folder: Path, record: dict[str, Any], predictions: dict[str, bsam.Predictions], maps: dict[str, Map]
 ) -> Path:
-    """Write `index.html` into `folder`: the table, reliability diagrams, and what two moons look like."""
+    """Write `index.html` into `folder`: the table, reliability diagrams, and the maps of two moons."""
     return write_page(
         folder / "index.html",
         "demo.html.j2",
@@ -40,7 +40,7 @@ def write_demo_page(
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """What distinguishes one method's settings from another's."""
+    """Return the settings in which methods differ, without those that have their defaults."""
     names = ("lr", "prior_precision", "rho", "damping", "splits", "beta2", "swag_lr")
     defaults = {field.name: field.default for field in dataclasses.fields(Config)}
     return {name: config[name] for name in names if config[name] != defaults[name]}

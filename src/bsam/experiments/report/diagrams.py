@@ -26,18 +26,18 @@ _INKED = ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "te
 def draw_reliability(
     predictions: bsam.Predictions | bsam.metrics.ReliabilityTable, *, num_bins: int = 20, label: str
 ) -> Markup:
-    """A reliability diagram; `label` is what a screen reader says."""
+    """Draw a reliability diagram; a screen reader says `label`."""
 
     def draw(axes: Axes) -> None:
         bsam.metrics.reliability_diagram(predictions, num_bins=num_bins, ax=axes)
         if legend := axes.get_legend():
-            legend.remove()  # the caption says it
+            legend.remove()  # the caption explains the colours
 
     return draw_svg(draw, size=(3.0, 3.0), label=label)
 
 
 def draw_curves(record: dict[str, Any], metric: str, *, label: str) -> Markup:
-    """A metric of a sweep or an ablation; `label` is what a screen reader says."""
+    """Draw one metric of a sweep or an ablation; a screen reader says `label`."""
 
     def draw(axes: Axes) -> None:
         draw_metric(axes, record, metric)
@@ -48,12 +48,9 @@ def draw_curves(record: dict[str, Any], metric: str, *, label: str) -> Markup:
 
 
 def draw_svg(draw: Callable[[Axes], Any], *, size: tuple[float, float], label: str) -> Markup:
-    """What `draw` puts on an empty axes, as an SVG element that scales with its container.
+    """Return what `draw` puts on empty axes of `size` inches, as an SVG element that scales with its container.
 
-    Args:
-        draw: Draws on the axes it is given.
-        size: Width and height in inches.
-        label: What a screen reader says.
+    A screen reader says `label`.
     """
     style: Any = {**dict.fromkeys(_INKED, _INK), "axes.facecolor": "none", "svg.fonttype": "none", "font.size": 10}
     buffer = io.StringIO()
@@ -63,7 +60,7 @@ def draw_svg(draw: Callable[[Axes], Any], *, size: tuple[float, float], label: s
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
-    # A height in points would keep it from shrinking with the page; ids must differ between the figures of one page.
+    # A height in points would keep the figure from shrinking with the page. Ids must differ within a page.
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 width="100%"', svg, count=1)
     prefix = re.sub(r"\W+", "-", label.lower())

@@ -1,7 +1,7 @@
-"""Sweeps and ablations: one setting changes, four metrics are watched.
+"""Sweeps and ablations: four metrics as functions of one setting.
 
-`sweep rho` is the paper's figure of sensitivity, the ablations of noise, samples and splits are its tables 3, 4 and 5,
-and that of the curvature compares the two readings of Algorithm 1 (see `bsam.BSAM`).
+`sweep rho` is the paper's figure of sensitivity. The ablations of noise, samples and splits are its tables 3, 4 and 5.
+The ablation of the curvature compares the two readings of Algorithm 1 (see `bsam.BSAM`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["ABLATIONS", "Point", "Study", "collect", "refuse_to_replace", "sweep
 _SPLITS = (1, 2, 4, 8, 16)
 _COUNTS = (0, 1, 2, 4, 8, 16, 32, 64, 512, 2048)
 _RHO_FACTOR = 100
-"""bSAM's rho is not normalised by the gradient's length; the paper draws it at 100 rho, and so do we."""
+"""bSAM's rho is not normalised by the gradient's length; the paper draws it at 100 rho, as we do."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One place on the horizontal axis, and the run that is measured there."""
+    """One place on the horizontal axis, and its run."""
 
     x: float | str
     wanted: Wanted
@@ -64,7 +64,7 @@ class Study:
 
 
 def sweep_rho(scale: Scale) -> Study:
-    """SAM-SGD, SAM-Adam and bSAM over rho, on CIFAR-100 without augmentation."""
+    """Make the study of SAM-SGD, SAM-Adam and bSAM over rho, on CIFAR-100 without augmentation."""
     grid = (0.05, 0.1, 0.2, 0.5, 1.0, 3.0) if scale == "tiny" else (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
     def points(method: str, factor: float) -> tuple[Point, ...]:
@@ -126,7 +126,7 @@ ABLATIONS: dict[str, Callable[[], Study]] = {make.__name__.removeprefix("_"): ma
 
 
 def collect(study: Study, scale: Scale, records: Path, command: str) -> dict[str, Any]:
-    """The study's numbers from its runs' records: mean and sd (null for one seed) over what is recorded of each point.
+    """Make the study's record from the records of its runs: mean and sd (null for one seed) per point.
 
     A point without a record is left out.
     """
@@ -155,7 +155,7 @@ def collect(study: Study, scale: Scale, records: Path, command: str) -> dict[str
 
 
 def refuse_to_replace(path: Path, scale: Scale) -> None:
-    """Raise if the file holds the study at a fuller scale."""
+    """Raise if the file holds the study at a larger scale."""
     if not path.exists():
         return
     there = read_json(path).get("scale")

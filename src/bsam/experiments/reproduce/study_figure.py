@@ -1,4 +1,4 @@
-"""The figure of a sweep or an ablation: four metrics, a curve for each series."""
+"""The figure of a sweep or an ablation: one panel per metric, one curve per series."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STYLES = ((BLUE, "o"), (RED, "s"), (GREEN, "^"), (PURPLE, "D"))
 
 
 def draw_study(record: dict[str, Any], path: Path) -> Path:
-    """Draw what `collect` returned."""
+    """Draw a record that `collect` returned."""
     figure = new_figure(9, 6.4)
     for axes, metric in zip(figure.subplots(2, 2).flat, TITLES, strict=True):
         draw_metric(axes, record, metric)
@@ -27,7 +27,7 @@ def draw_study(record: dict[str, Any], path: Path) -> Path:
 
 
 def draw_metric(axes: Axes, record: dict[str, Any], metric: str) -> None:
-    """One metric of what `collect` returned; a bar is one standard deviation over the seeds."""
+    """Draw one metric of a record; a bar is one standard deviation over the seeds."""
     xs = list(dict.fromkeys(x for curve in record["series"] for x in curve["x"]))
     numeric = all(isinstance(x, int | float) for x in xs)
     for k, ((colour, marker), curve) in enumerate(zip(_STYLES, record["series"], strict=False)):
