@@ -12,9 +12,8 @@ from scipy.stats import t, ttest_ind, ttest_ind_from_stats
 from bsam.experiments import comparison
 from bsam.experiments.comparison import HIGHER_IS_BETTER, TABLES, compare
 from bsam.experiments.paper.beyond import all_tables
-from bsam.experiments.paper.margins import margins
 from bsam.experiments.paper.presets import preset
-from bsam.experiments.paper.results import METRICS
+from bsam.experiments.paper.results import METRICS, margins
 from bsam.experiments.recorded_runs import read_record, recorded, same_run
 from bsam.experiments.reproduce.plan import wanted_by_table
 from tests.experiments.reproduce.records import write_record

@@ -35,6 +35,8 @@ from bsam.experiments.trainer import Trainer
 
 __all__ = ["app"]
 
+_TIMES = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+"""The last columns of every progress bar."""
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
@@ -186,11 +188,8 @@ def _train(stack: Stack, save_minutes: float, save_epochs: int | None) -> None:
         TextColumn(f"{METHODS[config.method].title} on {config.dataset}, {which}"),
         BarColumn(),
         TextColumn("epoch {task.completed:.1f}/{task.total} {task.fields[loss]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, *_TIMES, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=config.total_epochs, loss="")
 
         def show(trainer: Trainer) -> None:
@@ -362,15 +361,8 @@ def _link(page: Path) -> str:
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
     """Show a progress bar on stderr; yield the function to call with the method's name after each piece of work."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, *_TIMES, console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=total)
 
         def advance(method: str) -> None:

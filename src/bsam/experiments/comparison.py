@@ -1,7 +1,7 @@
 """Our numbers beside the paper's: the measured number, the printed number, and whether they agree.
 
 A cell is *better*, *worse*, *equal* or *open*, see `bsam.experiments.verdicts`; the margins are in
-`bsam.experiments.paper.margins`. Two kinds of cells are not judged. A cell that is *not run* has no record. A *reduced*
+`bsam.experiments.paper.results`. Two kinds of cells are not judged. A cell that is *not run* has no record. A *reduced*
 cell has fewer epochs than the paper's runs, or fewer than three seeds, with which a Welch test finds next to nothing.
 The tiny scale uses other data, so no difference is shown. A number that is not defined, like the AUROC of a run without
 a mistake, is open. A printed number without a standard deviation would be open, too; the paper has none.
@@ -26,8 +26,7 @@ from typing import Literal, get_args
 from bsam.experiments.config import from_mapping
 from bsam.experiments.metric_columns import values_of
 from bsam.experiments.paper.beyond import all_tables, beyond
-from bsam.experiments.paper.margins import margins
-from bsam.experiments.paper.results import METRICS, PAPER_SEEDS, PaperBlock, PaperRow, Published
+from bsam.experiments.paper.results import METRICS, PAPER_SEEDS, PaperBlock, PaperRow, Published, margins
 from bsam.experiments.record import read_json
 from bsam.experiments.recorded_runs import SCALES, Scale, recorded, same_run
 from bsam.experiments.verdicts import SIGNIFICANCE, Case, Summary, judge, welch

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -54,9 +53,9 @@ def write_ensemble(path: Path, runs: Path, part: str, *, preset: str, scale: str
     if len(names) < max(2, known):
         return
     shared = [name for name in names[0] if all(name in found for found in names)]
-    evaluations: dict[str, Any] = {}
-    for name in shared:
-        evaluations[name] = evaluation_of(average([bsam.Predictions.load(found[name]) for found in names]))
+    evaluations = {
+        name: evaluation_of(average([bsam.Predictions.load(found[name]) for found in names])) for name in shared
+    }
     record = {
         "preset": preset,
         "scale": scale,

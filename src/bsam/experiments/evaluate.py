@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 from torch import nn
 
 import bsam
@@ -19,6 +18,7 @@ from bsam.experiments.methods import predict
 from bsam.experiments.models import make_model
 from bsam.experiments.record import environment, read_json, write_json
 from bsam.experiments.runs import choose_device, holds_run, remembered_data
+from bsam.experiments.style import new_figure
 from bsam.files import locked, remove_leftovers, replacing
 
 __all__ = ["evaluate", "evaluation_name", "evaluation_of"]
@@ -119,11 +119,10 @@ def _belongs(file: Path, origin: dict[str, Any], evaluation: dict[str, Any]) -> 
 
 
 def _draw(predictions: bsam.Predictions, path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(4.5, 5), layout="constrained")
-    bsam.metrics.reliability_diagram(predictions, ax=axes)
+    figure = new_figure(4.5, 5)
+    bsam.metrics.reliability_diagram(predictions, ax=figure.subplots())
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=120)
-    plt.close(figure)
 
 
 def _sha256(path: Path) -> str:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bsam.experiments.data import DATASETS, data_folder, digits, load, plain_batches, two_moons
+from bsam.experiments.data import DATASETS, load, plain_batches
+from bsam.experiments.data.download import data_folder
+from bsam.experiments.data.embedded import digits, two_moons
 
 REAL = os.environ.get("BSAM_DATA")
 

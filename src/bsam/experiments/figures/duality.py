@@ -32,7 +32,7 @@ class Spaces:
 
 
 def compute_spaces() -> Spaces:
-    """Four Gaussians, and all those of three variances."""
+    """Compute the parameters of four Gaussians, and of all Gaussians with three variances."""
     family = Univariate()
     omega, v = np.array([-1.5, 0.0, 1.0, 2.0]), np.array([0.5, 1.0, 2.0, 0.5])
     grid = np.linspace(-13, 13, 261)
@@ -43,7 +43,7 @@ def compute_spaces() -> Spaces:
 
 
 def draw_dual_spaces(result: Spaces, figure: Figure) -> None:
-    """Figure 2(a): M, above the parabola, and Omega, a half space; the same four Gaussians in both."""
+    """Draw Figure 2(a): M, above the parabola, and Omega, a half space, with the same four Gaussians in both."""
     left, right = figure.subplots(1, 2)
     grid = np.linspace(-3.2, 3.2, 201)
     left.fill_between(grid, grid**2, 9, color=BLUE, alpha=0.12, lw=0)
@@ -87,7 +87,7 @@ class Surfaces:
 def compute_surfaces(
     num_omega: int = 89, num_v: int = 23, slices: tuple[float, ...] = (0.5, 2.0, 4.0), tolerance: float = 2e-3
 ) -> Surfaces:
-    """f and f** of `three_minima` for omega in [-5.5, 5.5]."""
+    """Compute f and f** of `three_minima` for omega in [-5.5, 5.5]."""
     loss = three_minima()
     line = np.linspace(-5.5, 5.5, num_omega)
     # M up to mu_2 = 34, denser near the boundary
@@ -104,7 +104,7 @@ def compute_surfaces(
 
 
 def draw_biconjugate(result: Surfaces, figure: Figure) -> None:
-    """Figures 2(b) and 2(c): f as a blue mesh above f** as a red surface, and slices of both."""
+    """Draw Figures 2(b) and 2(c): f as a blue mesh above f** as a red surface, and slices of both."""
     options: Any = {"projection": "3d", "computed_zorder": False}
     left, right = (figure.add_subplot(1, 2, i, **options) for i in (1, 2))
     _surfaces(left, result.mu_1, result.mu_2, result.f_mu, result.biconjugate_mu)

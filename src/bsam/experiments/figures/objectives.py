@@ -1,4 +1,4 @@
-"""Max-loss against expected loss, and how variance smooths both (Figure 1 of the paper)."""
+"""Max-loss and expected loss, and how variance smooths both (Figure 1 of the paper)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 MINIMA = {"A": -4.0, "B": 0.0, "C": 3.6}
-"""Of `bsam.theory.losses.three_minima`."""
+"""The minima of `bsam.theory.losses.three_minima`."""
 
 
 # -- one neighbourhood: maximum, expectation, worst expectation --------------------------------------------------------
@@ -39,7 +39,7 @@ MINIMA = {"A": -4.0, "B": 0.0, "C": 3.6}
 
 @dataclass(frozen=True)
 class Neighbourhood:
-    """What SAM, Bayes and relaxed Bayes make of the loss around one omega."""
+    """The losses of SAM, Bayes and relaxed Bayes around one omega."""
 
     theta: Array  # a grid
     loss: Array  # the loss on the grid
@@ -59,13 +59,13 @@ class Neighbourhood:
 def compute_neighbourhood(
     omega: float = -1.6, rho: float = 1.2, sigma: float = 1.0, num_samples: int = 12, seed: int = 0
 ) -> Neighbourhood:
-    """Look at `three_minima` around omega, with a ball and with a Gaussian."""
+    """Compute the losses of `three_minima` around omega, with a ball and with a Gaussian."""
     loss, theta = three_minima(), np.linspace(-5.6, 5.6, 561)
     ball = max_loss_in_ball(loss, omega, rho)
     worst = worst_case(loss, Univariate(), omega, sigma**2)
     first, second = (float(part) for part in worst.natural)
     offset = float((loss(worst.atoms) + first * worst.atoms + second * worst.atoms**2).max())  # f*(lambda')
-    atoms = np.unique(worst.atoms.round(2))  # the search ends with several copies of each
+    atoms = np.unique(worst.atoms.round(2))  # the search returns several copies of each atom
     weights = np.array([worst.weights[np.abs(worst.atoms - atom) < 0.01].sum() for atom in atoms])
     return Neighbourhood(
         theta=theta,
@@ -85,7 +85,7 @@ def compute_neighbourhood(
 
 
 def draw_sam_vs_bayes(result: Neighbourhood, figure: Figure) -> None:
-    """Figure 1(a): max-loss in a ball on the left, expected loss under a Gaussian on the right."""
+    """Draw Figure 1(a): max-loss in a ball on the left, expected loss under a Gaussian on the right."""
     loss = three_minima()
     left, right = figure.subplots(1, 2, sharey=True)
     for axes in (left, right):
@@ -112,7 +112,7 @@ def _gaussian(axes: Axes, result: Neighbourhood) -> None:
 
 
 def draw_worst_case(result: Neighbourhood, figure: Figure) -> None:
-    """What f** is: the expected loss under the worst distribution with the Gaussian's mean and variance."""
+    """Draw f**: the expected loss under the worst distribution with the Gaussian's mean and variance."""
     axes = figure.subplots()
     axes.plot(result.theta, result.loss, color=GRAY, lw=2, label="loss")
     _gaussian(axes, result)
@@ -143,7 +143,7 @@ class Smoothing:
 
 
 def compute_smoothing(variances: tuple[float, ...] = (0.02, 0.5, 2.0, 4.0), num_points: int = 441) -> Smoothing:
-    """Slices of -f and -f** of `three_minima` at some variances."""
+    """Compute -f and -f** of `three_minima` at some variances."""
     loss, omega, v = three_minima(), np.linspace(-5.6, 5.6, num_points), np.array(variances)
     f = expected_negative_loss(loss, omega, v[:, None]).value
     relaxed = biconjugate(loss, omega, v[:, None], tolerance=1e-3).value
@@ -151,7 +151,7 @@ def compute_smoothing(variances: tuple[float, ...] = (0.02, 0.5, 2.0, 4.0), num_
 
 
 def count_minima(values: Array, threshold: float = 1e-3) -> int:
-    """How many local minima a function on a grid has that a step of less than `threshold` does not leave."""
+    """Count the local minima of a function on a grid that are deeper than `threshold`."""
     found, falling, extreme = 0, False, float(values[0])
     for value in values[1:].tolist():
         if falling and value > extreme + threshold:
@@ -164,7 +164,7 @@ def count_minima(values: Array, threshold: float = 1e-3) -> int:
 
 
 def minima(grid: Array, values: Array) -> Array:
-    """The local minima inside a grid."""
+    """Return the local minima inside a grid."""
     inner = (values[1:-1] < values[:-2]) & (values[1:-1] <= values[2:])
     return grid[1:-1][inner]
 
@@ -176,7 +176,7 @@ def _name_minima(axes: Axes, theta: Array, curve: Array) -> None:
 
 
 def draw_smoothing(result: Smoothing, figure: Figure) -> None:
-    """Figure 1(b): loss, expected loss and relaxation for growing variances."""
+    """Draw Figure 1(b): loss, expected loss and relaxation for growing variances."""
     panels = figure.subplots(1, len(result.variances), sharey=True)
     for axes, v, expected, relaxed in zip(panels, result.variances, result.expected, result.relaxed, strict=True):
         axes.plot(result.omega, result.loss, color=GRAY, lw=1.5, label="loss")
@@ -198,7 +198,7 @@ def draw_smoothing(result: Smoothing, figure: Figure) -> None:
 
 @dataclass(frozen=True)
 class TheoremTwo:
-    """SAM's objective beside the relaxation that has the same minimiser, and how far this goes."""
+    """SAM's objective, the relaxation with the same minimiser, and the rho for which this holds."""
 
     theta: Array  # a grid
     centre: float  # centre of the regulariser delta/2 (theta - centre)^2
@@ -218,7 +218,7 @@ class TheoremTwo:
 
 
 def recentred(loss: Loss, centre: float) -> Loss:
-    """theta -> loss(theta + centre): the theory's regulariser delta/2 theta^2 then is one around `centre`."""
+    """Return theta -> loss(theta + centre), so that the regulariser delta/2 theta^2 is centred at `centre`."""
     bound = loss.majorant
     if bound is not None:  # a quadratic and a linear part, moved
         a, b = float(bound.curvature), float(bound.linear)
@@ -279,7 +279,7 @@ def compute_theorem_2(
 
 
 def _sam_minimiser(loss: Loss, grid: Array, rho: float, delta: float) -> tuple[float, float]:
-    """The minimiser of E_SAM and its perturbation: on the grid, then where the slope changes its sign."""
+    """Find the minimiser of E_SAM and its perturbation: on the grid, then where the slope changes its sign."""
     i = int(np.clip(sam_objective(loss, grid, rho, delta).value.argmin(), 1, len(grid) - 2))
     fine = np.linspace(grid[i - 1], grid[i + 1], 401)
     values, eps = sam_objective(loss, fine, rho, delta, resolution=0.005)
@@ -299,7 +299,7 @@ def _relaxed_objective(loss: Loss, grid: Array, sigma: float, delta: float) -> A
 
 
 def _stationary(loss: Loss, start: float, sigma: float, delta: float) -> float:
-    """The minimum of E_relaxed near `start`, by the change of sign of its slope, delta m + eps / sigma^2."""
+    """Find the minimum of E_relaxed near `start`, where its slope delta m + eps / sigma^2 changes its sign."""
 
     def slope(m: float) -> float:
         return float(delta * m + max_loss(loss, m, 1 / sigma**2).perturbation / sigma**2)
@@ -309,7 +309,7 @@ def _stationary(loss: Loss, start: float, sigma: float, delta: float) -> float:
 
 
 def draw_theorem_2(result: TheoremTwo, figure: Figure) -> None:
-    """The star of Figure 1(b): SAM's minimiser is the relaxation's; and for which rho this holds."""
+    """Draw the star of Figure 1(b): SAM and the relaxation have one minimiser; and the rho for which this holds."""
     left, right = figure.subplots(1, 2, width_ratios=[1.5, 1])
     left.plot(result.theta, result.regularised, color=GRAY, lw=1.5, label="loss + regulariser")
     left.plot(result.theta, result.bayes, color=BLUE, lw=1.8, label=f"E_Bayes, sigma² = {result.sigma**2:.2f}")

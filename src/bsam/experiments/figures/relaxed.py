@@ -1,4 +1,4 @@
-"""Relaxed Bayes against Bayes, both solved with full covariance, and the gap between them (appendix F.3)."""
+"""Relaxed Bayes and Bayes, both with full covariance, and the gap between them (appendix F.3)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Relaxed:
 
 @cache
 def compute_relaxed(num_steps: int = 120, num_tangents: int = 64, learning_rate: float = 0.5) -> Relaxed:
-    """Run the three on `separable_data`, prior N(0, I), from the prior."""
+    """Run the three learning rules on `separable_data`, with prior N(0, I), starting at the prior."""
     loss = logistic_regression(*separable_data())
     run = partial(bayesian_learning_rule, loss, prior_precision=1.0, learning_rate=learning_rate, num_steps=num_steps)
     traces = {
@@ -63,7 +63,7 @@ def compute_relaxed(num_steps: int = 120, num_tangents: int = 64, learning_rate:
 
 
 def draw_relaxed(result: Relaxed, figure: Figure) -> None:
-    """Posteriors on the left; on the right what the relaxation costs along the iterations."""
+    """Draw the posteriors on the left, and the gap of the relaxation per iteration on the right."""
     left, right = figure.subplots(1, 2)
     left.contour(
         result.weights, result.weights, result.density, levels=[0.1, 0.3, 0.5, 0.7, 0.9], colors=GRAY, linewidths=0.7

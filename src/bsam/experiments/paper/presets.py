@@ -23,11 +23,8 @@ FOLDER = Path(__file__).parent / "presets"
 def preset_names() -> list[str]:
     """Return the names of all presets, sorted."""
     names = [path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.toml")]
-    return sorted(names, key=lambda name: [re.sub(r"\d+", _padded, part) for part in name.split("/")])
-
-
-def _padded(number: re.Match[str]) -> str:
-    return number[0].zfill(3)  # bsam-2 comes before bsam-16
+    # bsam-2 comes before bsam-16
+    return sorted(names, key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(3), name).split("/"))
 
 
 def preset(name: str) -> Config:

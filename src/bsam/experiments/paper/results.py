@@ -1,4 +1,4 @@
-"""The paper's results as data: every number of its six tables, as printed."""
+"""The paper's results as data: every number of its six tables, as printed, and the margins of its blocks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ __all__ = [
     "PaperRow",
     "PaperTable",
     "Published",
+    "margins",
     "paper_tables",
 ]
 
@@ -94,3 +95,9 @@ def _row(label: str, preset: str, *rest: Any) -> PaperRow:
 def _published(printed: str) -> Published:
     mean, _, sd = printed.partition(" ")
     return Published(float(mean), float(sd.strip("()")) if sd else None, printed)
+
+
+@cache
+def margins() -> dict[str, dict[str, dict[str, float]]]:
+    """Return the margins of `margins.toml` by table, block and metric: differences up to a margin are called equal."""
+    return tomllib.loads((files("bsam.experiments.paper") / "margins.toml").read_text(encoding="utf-8"))

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from bsam.experiments.metric_columns import TITLES
+from bsam.experiments.reproduce.show import scale_note
 from bsam.experiments.style import BLUE, GREEN, PURPLE, RED, new_figure, save
 
 __all__ = ["draw_metric", "draw_study"]
@@ -22,7 +23,7 @@ def draw_study(record: dict[str, Any], path: Path) -> Path:
     for axes, metric in zip(figure.subplots(2, 2).flat, TITLES, strict=True):
         draw_metric(axes, record, metric)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(_STYLES))
-    figure.suptitle(f"{record['title']}{_note(record['scale'])}")
+    figure.suptitle("\n".join(filter(None, (record["title"], scale_note(record["scale"])))))
     return save(figure, path)
 
 
@@ -49,11 +50,3 @@ def draw_metric(axes: Axes, record: dict[str, Any], metric: str) -> None:
     axes.set_xlabel(record["x"])
     axes.set_ylabel(TITLES[metric] + (", %" if metric == "accuracy" else ""))
     axes.grid(alpha=0.3)
-
-
-def _note(scale: str) -> str:
-    return {
-        "full": "",
-        "reduced": " (reduced: fewer epochs)",
-        "tiny": " (tiny: embedded digits, not the paper's data)",
-    }[scale]
