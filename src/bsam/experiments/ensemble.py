@@ -25,7 +25,7 @@ def average(members: Sequence[bsam.Predictions]) -> bsam.Predictions:
         a, b = first.labels, other.labels
         same = a is b if a is None or b is None else torch.equal(a, b)
         if other.log_probs.shape != first.log_probs.shape or not same:
-            raise ValueError("the members of an ensemble predict different examples: give them the same data.")
+            raise ValueError("the members of an ensemble predict other examples: give them the same data.")
     log_probs = torch.stack([member.log_probs for member in members]).logsumexp(0) - math.log(len(members))
     # I(label; weights) = H[mean of p] - mean of H[p], the second mean over all samples of all members.
     of_samples = torch.stack([entropy(member.log_probs) - member.mutual_information for member in members]).mean(0)
