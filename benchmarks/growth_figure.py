@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
-from bsam.experiments.figures.style import BLACK, BLUE, GRAY, RED, new_figure, save
+from bsam.experiments.style import BLACK, BLUE, GRAY, RED, new_figure, save
 
 Measurements = list[dict[str, Any]]
 Curve = list[tuple[float, float]]

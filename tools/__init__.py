@@ -1,1 +1,1 @@
-"""For the developers of this repository: not part of the package."""
+"""Tools for developers of this repository; they are not part of the package."""

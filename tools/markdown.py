@@ -1,4 +1,4 @@
-"""Comparisons, studies and the demo as tables in Markdown, for README and docs."""
+"""Tables in Markdown, for README and docs: comparisons, studies, tunings and the demo."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from bsam.experiments.comparison import MARKS, Block, Cell, Comparison, Row
 from bsam.experiments.demo import cells
-from bsam.experiments.paper.margins import margins
+from bsam.experiments.metric_columns import TITLES
+from bsam.experiments.paper.results import margins
 from bsam.experiments.reproduce.show import (
-    TITLES,
     cell_lines,
     counts_sentence,
     point_rows,
@@ -34,7 +34,7 @@ _HEAD = (f"| method | {' | '.join(TITLES.values())} |", f"|---{'|---' * len(TITL
 
 
 def comparison_markdown(comparison: Comparison) -> str:
-    """The blocks of a table: ours, the paper's, difference and mark in each cell."""
+    """Write the blocks of a table; a cell has our number, the paper's, and the difference with its mark."""
     parts = [counts_sentence(comparison.counts)]
     for block in comparison.blocks:
         parts.append(f"**{block.title}**")
@@ -51,7 +51,7 @@ def comparison_markdown(comparison: Comparison) -> str:
 
 
 def counts_markdown(comparisons: list[Comparison]) -> str:
-    """How many numbers of each table, and of all, have which mark."""
+    """Write how many numbers of each table, and of all tables, have which mark."""
     names = [f"{comparison.table.replace('table', 'table ')}: {comparison.title}" for comparison in comparisons]
     counts = [comparison.counts for comparison in comparisons]
     total = {mark: sum(each[mark] for each in counts) for mark in MARKS}
@@ -62,7 +62,7 @@ def counts_markdown(comparisons: list[Comparison]) -> str:
 
 
 def margins_markdown(comparisons: list[Comparison]) -> str:
-    """The margin of each block."""
+    """Write the margins of each block."""
     lines = [f"| block | {' | '.join(title[:-2] for title in TITLES.values())} |", f"|---{'|---' * len(TITLES)}|"]
     for comparison in comparisons:
         for block in comparison.blocks:
@@ -73,7 +73,7 @@ def margins_markdown(comparisons: list[Comparison]) -> str:
 
 
 def block_markdown(block: Block) -> str:
-    """What is recorded of one block in short: in each cell ours, and the paper's."""
+    """Write the recorded rows of one block; a cell has our number and the paper's."""
     lines = [*_HEAD]
     for row in block.rows:
         if row.seeds and row.scale == "full":
@@ -92,7 +92,7 @@ def _markdown(cell: Cell) -> str:
 
 
 def tuning_markdown(record: dict[str, Any]) -> str:
-    """The tries of `bsam tune`; the chosen one is bold."""
+    """Write the tries of `bsam tune`; the chosen one is bold."""
     lines = [f"{tuning_sentence(record)}.", "", f"| settings | {' | '.join(TITLES.values())} |", "|---" * 5 + "|"]
     for i, (settings, row) in enumerate(tuning_rows(record)):
         lines.append(f"| {f'**{settings}**' if i == 0 and record['chosen'] else settings} | {' | '.join(row)} |")
@@ -100,7 +100,7 @@ def tuning_markdown(record: dict[str, Any]) -> str:
 
 
 def study_markdown(record: dict[str, Any]) -> str:
-    """A sweep or an ablation."""
+    """Write the table of a sweep or an ablation."""
     lines = [f"| | {record['x']} | {' | '.join(TITLES.values())} |", f"|---|---{'|---' * len(TITLES)}|"]
     lines += [f"| {' | '.join([curve['label'], *row])} |" for curve in record["series"] for row in point_rows(curve)]
     note = scale_note(record["scale"])
@@ -108,9 +108,8 @@ def study_markdown(record: dict[str, Any]) -> str:
 
 
 def demo_markdown(record: dict[str, Any]) -> str:
-    """The table of `bsam demo`."""
-    lines = ["| method | accuracy ↑ | NLL ↓ | ECE ↓ | AUROC ↑ |", "|---|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| {name} | {' | '.join(row)} |" for name, row in cells(record))])
+    """Write the table of `bsam demo`."""
+    return "\n".join([*_HEAD, *(f"| {name} | {' | '.join(row)} |" for name, row in cells(record))])
 
 
 def _extent(row: Row) -> str:

@@ -1,7 +1,7 @@
-"""Makes the presets of the paper's settings: `python -m tools.presets` writes their files anew.
+"""Makes the presets of the paper's settings: `python -m tools.presets` writes their files again.
 
-settings.toml has what the paper prints, row by row; this file adds what it says once for all rows. beyond.toml has rows
-of ours.
+settings.toml has the printed settings, row by row. This file adds the settings that the paper states once for all rows.
+beyond.toml has the rows of ours.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _NAMES = {
 
 
 def settings() -> dict[str, Any]:
-    """The paper's settings as printed, by block."""
+    """Return the paper's settings as printed, by block."""
     return tomllib.loads((Path(__file__).parent / "settings.toml").read_text(encoding="utf-8"))
 
 
 def generate() -> dict[str, str]:
-    """The text of each preset's file, by name."""
+    """Return the text of each preset's file, by name."""
     texts = {}
     for source, presets in {"settings.toml": _paper(), "demo.toml": _digits(), "beyond.toml": _beyond()}.items():
         for name, (title, values) in presets.items():
@@ -49,7 +49,7 @@ def generate() -> dict[str, str]:
 
 
 def _paper() -> dict[str, tuple[str, Values]]:
-    """Title and settings of each preset."""
+    """Return title and settings of each preset of the paper."""
     presets: dict[str, tuple[str, Values]] = {}
     for block, content in settings().items():
         rows, swag = content.pop("methods"), content.pop("swag", None)
@@ -93,7 +93,7 @@ def _paper() -> dict[str, tuple[str, Values]]:
 
 
 def _digits() -> dict[str, tuple[str, Values]]:
-    """Runs on data that comes with scikit-learn: those of the demo."""
+    """Return title and settings of the demo's presets, on scikit-learn's digits."""
     shared, rows = _demo()
     return {
         f"digits/{method}": (
@@ -105,14 +105,14 @@ def _digits() -> dict[str, tuple[str, Values]]:
 
 
 def _demo() -> tuple[Values, dict[str, Values]]:
-    """What all runs of the demo share, and what each method has."""
+    """Return the settings that all runs of the demo share, and those of each method."""
     digits = tomllib.loads((files("bsam.experiments") / "demo.toml").read_text(encoding="utf-8"))["digits"]
     rows, _ = digits.pop("methods"), digits.pop("grid")
     return digits, rows
 
 
 def _beyond() -> dict[str, tuple[str, Values]]:
-    """Rows of ours; one of the paper's methods starts from the paper's settings of its block."""
+    """Return our rows; a row with a method of the paper starts from the paper's settings in its block."""
     presets: dict[str, tuple[str, Values]] = {}
     paper = _paper()
     for name, row in contents().items():
@@ -131,7 +131,7 @@ def _beyond() -> dict[str, tuple[str, Values]]:
 
 
 def _shared(block: str) -> Values:
-    """What all methods of a block have."""
+    """Return the settings that all methods of a block share."""
     return {name: value for name, value in settings()[block].items() if name not in ("methods", "swag")}
 
 

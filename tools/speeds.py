@@ -1,4 +1,4 @@
-"""The table of the performance notes, made of what the benchmarks recorded."""
+"""The table of the performance notes, from the records of the benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MISSING = "not measured yet"
 
 
 class Measured:
-    """The records of `benchmarks/engine.py` and `benchmarks/cpu.py`, and of one run that had the device to itself."""
+    """The records of `benchmarks/engine.py` and `benchmarks/cpu.py`, and of one run that was alone on the device."""
 
     def __init__(self, results: Path) -> None:
         def read(name: str) -> dict[str, Any]:
@@ -29,32 +29,32 @@ class Measured:
         self.run_seconds: float = read("one_run.json")["seconds"]
 
     def of(self, name: str, key: str = "ms") -> float:
-        """A number of the GPU's record; a KeyError where it is not measured."""
+        """Return a number of the GPU's record; a KeyError if it is not measured."""
         return float(self._engine[name][key])
 
     def range_of(self, name: str) -> tuple[float, float]:
-        """The shortest and the longest time of all that were ever measured: of what depends on the host."""
+        """Return the shortest and the longest time of all measurements, for times that depend on the host."""
         times = [float(each[name]["ms"]) for each in (self._engine, *self._earlier) if "ms" in each.get(name, {})]
         return min(times), max(times)
 
     def ratio(self, name: str, other: str) -> str:
-        """Of two steps, with their times."""
+        """Return the ratio of two steps, with their times."""
         a, b = self.of(name), self.of(other)
         return f"{a / b:.2f} ({a:.2f} / {b:.2f} ms)"
 
-    def prediction(self, precision: str) -> str:
-        """Of samples to plain passes, with their times."""
-        a, b = (self.of(f"predict {precision}", key) for key in ("predict_s", "plain_s"))
+    def prediction(self, dtype: str) -> str:
+        """Return the ratio of sampled to plain passes, with their times."""
+        a, b = (self.of(f"predict {dtype}", key) for key in ("predict_s", "plain_s"))
         return f"{a / b:.2f} ({a:.3f} / {b:.3f} s)"
 
     def cpu(self, name: str, *, quartiles: bool = False) -> str:
-        """Of a step to Adam's on the CPU."""
+        """Return the ratio of a step to Adam's on the CPU."""
         found = self._cpu[name]
         spread = " (quartiles {:.2f}, {:.2f})".format(*found["quartiles"]) if quartiles else ""
         return f"{found['median']:.2f}{spread}"
 
     def cpu_ratio(self, name: str, other: str) -> str:
-        """Of the times of two steps on the CPU."""
+        """Return the ratio of two steps on the CPU."""
         return f"{self._cpu_ms[name] / self._cpu_ms[other]:.2f}"
 
 
@@ -150,11 +150,11 @@ ROWS: list[tuple[str, Callable[[Measured], str], str]] = [
         "",
     ),
 ]
-"""What is measured, how it is read from the records, and the goal."""
+"""Per row: what is measured, how it is read from the records, and the goal."""
 
 
 def markdown(results: Path) -> str:
-    """The table, of the records in a folder."""
+    """Write the table from the records in a folder."""
     measured = Measured(results)
     lines = ["| what | measured | goal |", "|---|---|---|"]
     for what, read, goal in ROWS:

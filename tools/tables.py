@@ -1,6 +1,6 @@
 """Tables in README and docs, written from the records in `results/` by `python -m tools.tables`.
 
-What stands between two marks is generated:
+The text between two marks is generated:
 
 <!-- table: demo -->
 ...
@@ -39,16 +39,16 @@ _END = "<!-- end -->"
 
 
 def pages(root: Path) -> list[Path]:
-    """The pages of a checkout."""
+    """Return the pages of a checkout."""
     return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
 def render(name: str, results: Path) -> str:
-    """A table in Markdown.
+    """Write a table in Markdown.
 
     Args:
-        name: demo, speeds, table1 to table6, one block of them in short like table1/cifar10, counts or margins of
-            all of them, sweep_rho, ablate_ with what is ablated, or tuning_ with what is tuned.
+        name: demo, speeds, table1 to table6, one block of a table like table1/cifar10, counts or margins of all
+            tables, sweep_rho, ablate_NAME, or tuning_NAME.
         results: The folder of the records.
     """
     if name in TABLES:
@@ -76,7 +76,7 @@ def render(name: str, results: Path) -> str:
 
 
 def rewrite(text: str, results: Path) -> str:
-    """A page with its tables as the records say."""
+    """Return a page with its tables written again from the records."""
     parts, position = [], 0
     for begin in _BEGIN.finditer(text):
         end = text.find(f"\n{_END}", begin.end())
@@ -89,7 +89,7 @@ def rewrite(text: str, results: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the tables anew, or say which are stale; the exit status is 1 if some are."""
+    """Write the tables again, or with --check list the stale ones; the exit status is then 1."""
     parser = argparse.ArgumentParser(prog="python -m tools.tables", description=main.__doc__)
     parser.add_argument("--root", type=Path, default=Path(), help="the checkout with README.md, docs and results")
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is stale")

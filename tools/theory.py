@@ -1,4 +1,4 @@
-"""The tables of the page on the theory, of the numbers that `bsam figure numbers` computes."""
+"""The tables of the page on the theory, from the numbers that `bsam figure numbers` computes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RELAXED = {"bayes": "Bayes, f", "relaxed": "relaxed Bayes, f**", "sampled": "f*
 
 
 def theory_markdown(record: dict[str, Any]) -> dict[str, str]:
-    """The tables of the page on the theory, by part of the record."""
+    """Write the tables of the page on the theory, by part of the record."""
     part = record["logistic"]
     head = "| method | mean confidence | separating | distance to exact | variances | by s* | by the fixed point |"
     rows = [head, "|---|---|---|---|---|---|---|"]
@@ -34,7 +34,7 @@ def theory_markdown(record: dict[str, Any]) -> dict[str, str]:
     relaxed = record["relaxed_bayes"]
     others = ["| objective | variances | ELBO | gap f - f** |", "|---|---|---|---|"]
     for name, title in _RELAXED.items():
-        cells = [_pair(relaxed["variances"][name], digits=4)]
+        cells = [_pair(relaxed["variances"][name], decimals=4)]
         cells += [f"{relaxed[key][name]:.2f}" for key in ("elbo", "elbo_gap")]
         others.append(f"| {title} | {' | '.join(cells)} |")
     reported = relaxed["elbo_gap_reported_by_sampled_tangents"]
@@ -42,5 +42,5 @@ def theory_markdown(record: dict[str, Any]) -> dict[str, str]:
     return {"logistic": "\n".join(rows), "data_sets": "\n".join(sets), "relaxed_bayes": "\n".join(others)}
 
 
-def _pair(values: list[float] | None, digits: int = 3) -> str:
-    return "-" if values is None else ", ".join(f"{value:.{digits}f}" for value in values)
+def _pair(values: list[float] | None, decimals: int = 3) -> str:
+    return "-" if values is None else ", ".join(f"{value:.{decimals}f}" for value in values)

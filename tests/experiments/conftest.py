@@ -2,9 +2,13 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 
 import pytest
+
+from bsam.experiments.data import load
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,3 +35,29 @@ def browser():
         browser = playwright.chromium.launch(executable_path=executable)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load("digits")
+
+
+@pytest.fixture
+def bsam_command():
+    """Starts `bsam` in a process of its own; none outlives the test."""
+    started = []
+
+    def start(*arguments, before="", wrapper=()):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        code = f"{before}\nimport torch; torch.set_num_threads(1); from bsam.experiments.cli import main; main()"
+        command = [*map(str, wrapper), sys.executable, "-c", code, *map(str, arguments)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, env=environment, **pipes))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()

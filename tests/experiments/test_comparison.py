@@ -12,10 +12,9 @@ from scipy.stats import t, ttest_ind, ttest_ind_from_stats
 from bsam.experiments import comparison
 from bsam.experiments.comparison import HIGHER_IS_BETTER, TABLES, compare
 from bsam.experiments.paper.beyond import all_tables
-from bsam.experiments.paper.margins import margins
 from bsam.experiments.paper.presets import preset
-from bsam.experiments.paper.results import METRICS
-from bsam.experiments.recorded import read_record, recorded, same_run
+from bsam.experiments.paper.results import METRICS, margins
+from bsam.experiments.recorded_runs import same_run
 from bsam.experiments.reproduce.plan import wanted_by_table
 from tests.experiments.reproduce.records import write_record
 
@@ -220,11 +219,6 @@ def test_fewer_epochs_are_reduced_whatever_the_record_calls_them(scale, tmp_path
     assert {cell.mark for cell in row.cells} == {"reduced"}
 
 
-def test_a_record_without_a_scale_is_full_if_it_has_the_presets_settings(tmp_path):
-    write_seeds(tmp_path, [0.9863] * 5, scale=None, config=dataclasses.replace(preset(SGD), precision="bfloat16"))
-    assert row_of(tmp_path).scale == "full"
-
-
 def test_tiny_runs_have_no_difference_from_the_paper(tmp_path):
     write_seeds(tmp_path, [0.9863, 0.99] * 3, scale="tiny", config=preset("digits/sgd"))
     cell = cell_of(tmp_path, "accuracy")
@@ -236,14 +230,6 @@ def test_a_metric_that_is_not_defined_is_open(undefined, tmp_path):
     write_seeds(tmp_path, [undefined] * 5, "auroc")
     cell = row_of(tmp_path).cells[3]
     assert (cell.mark, cell.difference, cell.best) == ("open", None, False)
-
-
-def test_the_fullest_scale_is_taken(tmp_path):
-    write_record(tmp_path, SGD, 0, accuracy=0.7)
-    for seed in (1, 2):
-        write_record(tmp_path, SGD, seed, scale="reduced", config=dataclasses.replace(preset(SGD), epochs=12))
-    assert cell_of(tmp_path, "accuracy").values == (70.0,)
-    assert list(recorded(tmp_path, SGD, "reduced")) == [1, 2]
 
 
 def test_a_run_that_two_tables_share_is_read_once(tmp_path):
@@ -325,23 +311,3 @@ def test_a_rows_command_names_that_row(tmp_path):
 def test_an_unknown_table_is_refused(tmp_path):
     with pytest.raises(ValueError, match="there is no table 'table7': choose one of table1, table2"):
         compare("table7", tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"config": {}}'])
-def test_a_record_that_is_none_is_named(text, tmp_path):
-    path = write_record(tmp_path, SGD, 0)
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"seed0.json is not a run's record: .* Remove it"):
-        compare("table6", tmp_path)
-
-
-def test_an_unknown_scale_is_refused(tmp_path):
-    path = write_record(tmp_path, SGD, 0, scale="huge")
-    with pytest.raises(ValueError, match="'huge' is not one of full, reduced, tiny"):
-        read_record(path)
-
-
-def test_other_files_are_left_alone(tmp_path):
-    write_record(tmp_path, SGD, 0)
-    (tmp_path / SGD / "seed-notes.json").write_text("hello")
-    assert list(recorded(tmp_path, SGD)) == [0]

@@ -1,28 +1,20 @@
 """The demo: its runs, its numbers and its command, at a reduced size."""
 
 import dataclasses
-import io
 import json
-import subprocess
-import sys
-import tomllib
-from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 from bsam.experiments import demo
-from bsam.experiments.commands import _demo_table, app
-from bsam.experiments.config import FIELDS, explanations, from_mapping
-from bsam.experiments.data import digits, load
+from bsam.experiments.commands import app
+from bsam.experiments.config import FIELDS
+from bsam.experiments.data import load
 from bsam.experiments.methods import METHODS
-from bsam.experiments.paper.presets import preset
 from tools.markdown import demo_markdown
 
 PAPER_METHODS = [method for method in METHODS if method not in ("ivon", "asam-sgd")]
-ROOT = Path(__file__).parent.parent.parent
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps:UserWarning")  # the runs are short
 
@@ -47,9 +39,10 @@ def small():
 
 
 def test_digits_are_cut_without_overlap():
-    split = digits()
-    assert [len(part[0]) for part in (split.train, split.validation, split.test)] == [600, 397, 800]
-    rows = torch.cat([torch.cat([x, y[:, None]], 1) for x, y in (split.train, split.validation, split.test)])
+    dataset = load("digits", validation=demo.load_demo().digits["bsam"].validation)
+    parts = dataset.train, dataset.validation, dataset.test
+    assert [len(x) for x, _ in parts] == [600, 397, 800]
+    rows = torch.cat([torch.cat([x.flatten(1), y[:, None]], 1) for x, y in parts])
     assert len(rows.unique(dim=0)) == len(rows) == 1797
 
 
@@ -109,46 +102,3 @@ def test_the_command_writes_a_page_and_its_numbers(small, tmp_path, monkeypatch)
     for _, row in demo.cells(record):
         for cell in row:
             assert f"<td>{cell.split()[0]} " in page
-
-
-def test_help_teaches():
-    runner = CliRunner()
-    assert "bsam demo" in runner.invoke(app, ["--help"]).output
-    assert "bsam demo --seeds 2" in runner.invoke(app, ["demo", "--help"]).output
-    assert "bsam train digits/bsam" in runner.invoke(app, ["train", "--help"]).output
-    assert "--samples 0,8,64" in runner.invoke(app, ["evaluate", "--help"]).output
-    assert runner.invoke(app, ["demo", "--seeds", "0"]).exit_code == 2
-
-
-def test_configs_lists_and_shows_presets():
-    runner = CliRunner()
-    listed = runner.invoke(app, ["configs"]).output
-    assert "table2/tinyimagenet" in listed
-    shown = runner.invoke(app, ["configs", "table1/cifar10/bsam"]).output
-    assert shown.startswith("# The paper's table 1, CIFAR-10, row bSAM")
-    assert "prior_precision = 25.0   # N delta: precision of the prior" in shown
-    assert from_mapping(tomllib.loads(shown)) == preset("table1/cifar10/bsam")
-    settings = runner.invoke(app, ["configs", "--settings"], env={"COLUMNS": "200"}).output
-    for name, explanation in explanations().items():
-        assert name in settings
-        assert explanation in settings
-
-
-def test_tables_fit_into_80_columns():
-    record = json.loads((ROOT / "results" / "demo.json").read_text())
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(_demo_table(record))
-    shown = console.export_text()
-    for _, row in demo.cells(record):
-        for cell in row:
-            assert cell in shown
-
-
-def test_without_the_extra_the_command_says_what_to_install():
-    code = "import sys; sys.modules['typer'] = None; from bsam.experiments.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.strip() == (
-        "The command bsam needs typer, which is not installed. In the folder of bsam's source, write: "
-        "pip install '.[experiments]'"
-    )

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -12,9 +13,12 @@ from bsam.experiments import methods
 from bsam.experiments.commands import app
 from bsam.experiments.config import FIELDS, override
 from bsam.experiments.methods import METHODS, make_optimizer
+from bsam.experiments.paper.presets import preset
 from bsam.experiments.record import read_json
+from tests import reference
 from tests.experiments.test_runs import on_digits
 from tests.networks import mlp
+from tests.problems import logistic
 
 EXPERIMENTS = Path(methods.__file__).parent
 OF_THE_PAPER = {"reproduce/studies.py"}
@@ -72,3 +76,28 @@ def test_the_options_of_an_entry_reach_its_optimizer(method):
 def test_points_are_the_methods_without_a_spread():
     points = [name for name, method in METHODS.items() if method.is_point]
     assert points == ["sgd", "sam-sgd", "adam", "sam-adam", "asam-sgd"]
+
+
+@pytest.mark.parametrize("method", ["adam", "sam-adam"])
+def test_adam_without_bias_correction_is_as_printed(method):
+    problem = logistic()
+    config = override(
+        preset(f"digits/{method}"), ["bias_correction=false", "lr=0.01", "prior_precision=1.2", "splits=1"]
+    )
+    rho = config.rho if method == "sam-adam" else 0.0
+    optimizer = make_optimizer(config, problem.model, len(problem.x), seed=0)
+    minibatches = problem.minibatches(30, 10)
+    decay = config.prior_precision / len(problem.x)
+    options = {"alpha": 0.01, "beta1": config.beta1, "beta2": config.beta2, "rho": rho, "delta": decay}
+    expected = reference.sam_adam(problem.gradient, problem.weights(), minibatches, bias_correction=False, **options)
+
+    for (omega, _), minibatch in zip(expected, minibatches, strict=True):
+
+        def loss(index=minibatch):
+            optimizer.zero_grad()
+            found = problem.loss_fn(problem.x[index], problem.y[index])
+            found.backward()
+            return found
+
+        optimizer.step(loss)
+        np.testing.assert_allclose(problem.weights(), omega, rtol=1e-9, atol=1e-12)

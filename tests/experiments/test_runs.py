@@ -1,37 +1,28 @@
 """Runs: every method trains, stops after any step and goes on exactly there, also after a kill."""
 
-import dataclasses
 import json
 import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import bsam
 from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
-from bsam.experiments.commands import app
 from bsam.experiments.config import override
 from bsam.experiments.data import load
 from bsam.experiments.evaluate import evaluate
-from bsam.experiments.methods import METHODS, make_optimizer, predict
+from bsam.experiments.methods import METHODS
 from bsam.experiments.paper.presets import preset, preset_names
-from bsam.experiments.record import read_json
 from bsam.experiments.runs import Run, RunBusyError, RunInterruptedError, choose_device
 from bsam.experiments.stacks import Stack
-from bsam.experiments.trainer import Trainer
 from bsam.files import locked
-from tests import reference
 from tests.optim.test_contract import assert_same
-from tests.problems import logistic
 
 SHORT = {method: ["epochs=3", "batch_size=200", "beta2=0.5", "validation=0"] for method in METHODS}
 SHORT["ivon"] = ["epochs=3", "batch_size=200", "validation=0"]  # it diverges with a beta2 that small
@@ -46,131 +37,6 @@ def on_digits(method):
 
 def short(method, *changes):
     return override(on_digits(method), [*SHORT[method], *changes])
-
-
-@pytest.fixture(scope="module")
-def digits():
-    return load("digits")
-
-
-@pytest.mark.filterwarnings("ignore:after .* steps:UserWarning")  # IVON's run is short
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_goes_on_exactly_where_it_stopped(method, digits, tmp_path):
-    config = short(method)
-    whole = Trainer(config, digits, seed=3)
-    count = sum(1 for _ in whole.steps())
-    for stop in (1, count // 2, count - 2):
-        first = Trainer(config, digits, seed=3)
-        for done, _ in enumerate(first.steps(), start=1):
-            if done == stop:
-                break
-        save_checkpoint(tmp_path / "c", first.state())
-        torch.manual_seed(99)  # another process has another global generator
-        second = Trainer(config, digits, seed=3)
-        second.load_state(load_checkpoint(tmp_path / "c"))
-        for _ in second.steps():
-            pass
-        for key in ("model", "optimizer", "collector", "epoch", "batch"):
-            assert_same(second.state()[key], whole.state()[key])
-        assert [e["loss"] for e in second.log] == [e["loss"] for e in whole.log]
-    expected = {
-        "swag": bsam.LowRankGaussian,
-        "laplace": None,
-        "vogn": bsam.DiagonalGaussian,
-        "bsam": bsam.DiagonalGaussian,
-        "ivon": bsam.DiagonalGaussian,
-    }
-    kind = expected.get(method, bsam.PointMass)
-    posterior = whole.posterior()
-    assert kind is None or type(posterior) is kind
-    assert (method in expected) == bool(posterior.sampled_names)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_learns(method, digits):
-    trainer = Trainer(short(method, "epochs=6", "batch_size=50"), digits, seed=0)
-    for _ in trainer.steps():
-        pass
-    assert trainer.log[-1]["loss"] < 0.6 * trainer.log[0]["loss"]
-    assert len(trainer.log) == trainer.config.total_epochs
-
-
-def test_seeds_change_weights_and_order(digits):
-    weights = []
-    for seed in (0, 1, 0):
-        trainer = Trainer(short("sgd"), digits, seed=seed)
-        for _ in trainer.steps():
-            pass
-        weights.append(trainer.model.state_dict())
-    assert_same(weights[0], weights[2])
-    assert any(not torch.equal(a, b) for a, b in zip(weights[0].values(), weights[1].values(), strict=True))
-
-
-@pytest.mark.parametrize("method", ["adam", "sam-adam"])
-def test_adam_without_bias_correction_is_as_printed(method):
-    problem = logistic()
-    config = override(
-        preset(f"digits/{method}"), ["bias_correction=false", "lr=0.01", "prior_precision=1.2", "splits=1"]
-    )
-    rho = config.rho if method == "sam-adam" else 0.0
-    optimizer = make_optimizer(config, problem.model, len(problem.x), seed=0)
-    minibatches = problem.minibatches(30, 10)
-    decay = config.prior_precision / len(problem.x)
-    options = {"alpha": 0.01, "beta1": config.beta1, "beta2": config.beta2, "rho": rho, "delta": decay}
-    expected = reference.sam_adam(problem.gradient, problem.weights(), minibatches, bias_correction=False, **options)
-
-    for (omega, _), minibatch in zip(expected, minibatches, strict=True):
-
-        def loss(index=minibatch):
-            optimizer.zero_grad()
-            found = problem.loss_fn(problem.x[index], problem.y[index])
-            found.backward()
-            return found
-
-        optimizer.step(loss)
-        np.testing.assert_allclose(problem.weights(), omega, rtol=1e-9, atol=1e-12)
-
-
-def test_rates_follow_the_schedule(digits):
-    trainer = Trainer(short("swag", "swag_lr=0.011", "swag_momentum=0.3", "warmup_epochs=1"), digits, seed=0)
-    seen = []
-    for _ in trainer.steps():
-        group = trainer.optimizer.param_groups[0]
-        if trainer.batch == 1:
-            seen.append((group["lr"], group["momentum"]))
-    assert seen == [(trainer.config.lr, 0.9), (trainer.config.lr, 0.9), (0.011, 0.3), (0.011, 0.3)]
-
-
-def test_swag_goes_on_in_the_middle_of_its_collection(digits, tmp_path):
-    config = short("swag", "swag_interval=3", "swag_epochs=4", "swag_rank=2")
-    whole, first = (Trainer(config, digits, seed=0) for _ in range(2))
-    for _ in whole.steps():
-        pass
-    for _ in first.steps():
-        if first.collector.num_steps == 11:  # three snapshots, of which two are kept, and on the way to a fourth
-            break
-    assert (first.epoch, first.batch) == (config.epochs + 2, 1)
-    save_checkpoint(tmp_path / "c", first.state())
-    second = Trainer(config, digits, seed=0)
-    second.load_state(load_checkpoint(tmp_path / "c"))
-    assert second.collector.num_snapshots == 3
-    for _ in second.steps():
-        pass
-    assert second.collector.num_snapshots == 20 // 3
-    assert_same(second.collector.state_dict(), whole.collector.state_dict())
-
-
-def test_bfloat16_and_channels_last_train(digits):
-    config = override(short("bsam"), ["precision=bfloat16", "channels_last=true"])
-    trainer = Trainer(config, digits, seed=0)
-    next(trainer.steps())
-    assert next(trainer.model.parameters()).dtype == torch.float32
-    plain = Trainer(short("bsam"), digits, seed=0)
-    next(plain.steps())
-    pairs = list(zip(trainer.model.parameters(), plain.model.parameters(), strict=True))
-    assert any(not torch.equal(a, b) for a, b in pairs)
-    for a, b in pairs:
-        torch.testing.assert_close(a, b, rtol=0.1, atol=0.05)
 
 
 # ---------------------------------------------------------------- in a folder
@@ -215,71 +81,6 @@ def test_a_run_leaves_everything_that_is_needed(tmp_path):
     saved = bsam.Predictions.load(tmp_path / "run" / "predictions-test-4.safetensors")
     assert bsam.metrics.summary(saved, num_bootstrap=0).nll == results["4"].nll
     assert (tmp_path / "run" / "reliability-test-4.png").stat().st_size > 5000
-
-
-def test_a_cold_posterior_is_an_evaluation_of_its_own(tmp_path):
-    run = start(tmp_path)
-    run.train()
-    (mean,) = evaluate(tmp_path, samples=[0], device="cpu").values()
-    (warm,) = evaluate(tmp_path, samples=[4], device="cpu").values()
-    assert evaluate(tmp_path, samples=[4], temperature=1.0, device="cpu")["4"].nll == warm.nll
-    (coldest,) = evaluate(tmp_path, samples=[4], temperature=0, device="cpu").values()
-    assert coldest.nll == pytest.approx(mean.nll, rel=1e-5)
-    assert warm.nll != pytest.approx(mean.nll, rel=1e-3)
-    evaluations = json.loads((tmp_path / "record.json").read_text())["evaluations"]["test"]
-    assert {name: each["nll"] for name, each in evaluations.items()} == {
-        "0": mean.nll,
-        "4": warm.nll,
-        "4@0.0": coldest.nll,
-    }
-    model, posterior, images = (
-        run.trainers[0].model,
-        run.trainers[0].posterior(),
-        run.trainers[0].dataset.test[0][:5].float(),
-    )
-    cold = dataclasses.replace(run.runs[0].config, temperature=0.25)
-    predictions = predict(cold, model, posterior, images, num_samples=3)
-    of_tempered = predict(run.runs[0].config, model, posterior.temper(0.25), images, num_samples=3)
-    torch.testing.assert_close(predictions.log_probs, of_tempered.log_probs)
-    with pytest.raises(ValueError, match="temperature=-1"):
-        evaluate(tmp_path, temperature=-1, device="cpu")
-
-
-def test_predictions_are_made_once(tmp_path, monkeypatch):
-    calls = []
-
-    def counting(*arguments, num_samples, **options):
-        calls.append(num_samples)
-        return predict(*arguments, num_samples=num_samples, **options)
-
-    def again(**options):
-        calls.clear()
-        results = evaluate(tmp_path, samples=[0, 4], device="cpu", **options)
-        return results["4"].nll, list(calls)
-
-    start(tmp_path).train()
-    monkeypatch.setattr("bsam.experiments.evaluate.predict", counting)
-    nll, made = again()
-    assert made == [0, 4]
-    with monkeypatch.context() as without_data:
-        without_data.setattr("bsam.experiments.evaluate.load", None)
-        assert again() == (nll, [])
-    assert again(again=True) == (nll, [0, 4])
-    assert again(seed=0) == (nll, [])  # the seed of the run
-    other, made = again(seed=1)
-    assert made == [0, 4]
-    assert other != nll
-    assert again() == (nll, [0, 4])
-
-    file = tmp_path / "predictions-test-4.safetensors"
-    file.write_bytes((tmp_path / "predictions-test-0.safetensors").read_bytes())  # not what the record knows
-    assert again() == (nll, [4])
-    file.unlink()
-    assert again() == (nll, [4])
-    bsam.load_posterior(tmp_path / "posterior.safetensors").temper(0.5).save(tmp_path / "posterior.safetensors")
-    other, made = again()
-    assert made == [0, 4]
-    assert other != nll
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
@@ -393,41 +194,12 @@ def test_the_log_does_not_repeat_epochs_that_are_trained_again(tmp_path):
     assert log == [1, 2, 3]
 
 
-def test_evaluation_needs_a_finished_run(tmp_path):
-    start(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no finished run"):
-        evaluate(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"elsewhere holds no run: there is no .*config.toml"):
-        evaluate(tmp_path / "elsewhere")
-
-
 def test_devices():
     assert choose_device("cpu") == torch.device("cpu")
     assert choose_device().type in ("cpu", "cuda", "mps", "xpu")
 
 
 # ---------------------------------------------------------------- in a process of its own
-
-
-@pytest.fixture
-def bsam_command():
-    """Starts `bsam` in a process of its own; none outlives the test."""
-    started = []
-
-    def start(*arguments, before="", wrapper=()):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        code = f"{before}\nimport torch; torch.set_num_threads(1); from bsam.experiments.cli import main; main()"
-        command = [*map(str, wrapper), sys.executable, "-c", code, *map(str, arguments)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(command, env=environment, **pipes))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
 
 
 @pytest.mark.parametrize(
@@ -479,26 +251,6 @@ def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(method, num
         bsam.load_posterior(path / "posterior.safetensors") for path in (tmp_path / "whole" / "seed0", folder)
     ]
     assert_same(posteriors[0].mean, posteriors[1].mean)
-
-
-def test_errors_are_one_sentence_and_a_traceback_only_on_demand(bsam_command):
-    process = bsam_command("train", "digits/bsmam")
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert errors.startswith("bsam: there is no preset 'digits/bsmam'")
-    assert "Traceback" not in errors
-    process = bsam_command("--debug", "train", "digits/bsmam")
-    _, errors = process.communicate(timeout=120)
-    assert "Traceback" in errors
-
-
-def test_warnings_are_one_sentence_too(bsam_command, tmp_path):
-    changes = ["--epochs", "1", "--set", "beta2=0.999", "--device", "cpu"]
-    process = bsam_command("train", "digits/bsam", "--out", tmp_path, *changes)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert "\nbsam: after 12 steps 99% of the precision is still its starting value" in f"\n{errors}"
-    assert "UserWarning" not in errors
 
 
 def test_a_checkpoint_that_cannot_be_written_stops_the_run_and_keeps_the_last(tmp_path, monkeypatch):
@@ -745,33 +497,6 @@ def test_a_run_that_another_process_went_on_with_is_not_trained_from_an_old_plac
     assert Stack.resume(tmp_path, device="cpu").finished
 
 
-def test_evaluations_at_once_are_all_recorded(tmp_path, bsam_command):
-    start(tmp_path).train()
-    alone = evaluate(tmp_path, samples=[0], device="cpu")["0"].nll
-    processes = [bsam_command("evaluate", tmp_path, "--samples", f"{k},{k + 10}", "--device", "cpu") for k in (1, 2, 3)]
-    for process in processes:
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors
-    evaluations = read_json(tmp_path / "record.json")["evaluations"]["test"]
-    assert set(evaluations) == {"0", "1", "2", "3", "11", "12", "13"}
-    assert evaluations["0"]["nll"] == alone
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_a_result_that_comes_in_while_predictions_are_made_stays(tmp_path, monkeypatch):
-    """What two evaluations at once come to, in one order that is known to happen."""
-    start(tmp_path).train()
-
-    def predicting(*arguments, num_samples, **options):
-        if num_samples == 4:
-            evaluate(tmp_path, samples=[2], device="cpu")
-        return predict(*arguments, num_samples=num_samples, **options)
-
-    monkeypatch.setattr("bsam.experiments.evaluate.predict", predicting)
-    evaluate(tmp_path, samples=[4], device="cpu")
-    assert set(read_json(tmp_path / "record.json")["evaluations"]["test"]) == {"2", "4"}
-
-
 def test_one_process_at_a_time_trains_a_run(tmp_path):
     run = start(tmp_path)
     with locked(tmp_path / ".training.lock"), pytest.raises(RunBusyError, match="another process is training"):
@@ -804,19 +529,6 @@ def test_checkpoints_with_parts_missing_are_named(tmp_path, key):
         Stack.resume(tmp_path, device="cpu")
 
 
-def test_a_toml_file_is_trained_like_a_preset(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    runner = CliRunner()
-    Path("my.toml").write_text(runner.invoke(app, ["configs", "digits/sgd"]).output)
-    result = runner.invoke(app, ["train", "my.toml", "--epochs", "1", "--device", "cpu"])
-    assert result.exception is None, result.output
-    record = json.loads(Path("runs/my/seed0/record.json").read_text())
-    assert record["preset"] == "my.toml"
-    assert record["config"]["lr"] == preset("digits/sgd").lr
-    assert Stack.resume(Path("runs/my/seed0"), device="cpu").finished
-    assert "no file other.toml" in str(runner.invoke(app, ["train", "other.toml"]).exception)
-
-
 def test_a_run_remembers_where_its_data_is(tmp_path, monkeypatch):
     start(tmp_path / "run", data=tmp_path)
     assert f'data = "{tmp_path}"' in (tmp_path / "run" / "config.toml").read_text()
@@ -832,37 +544,3 @@ def test_a_run_remembers_where_its_data_is(tmp_path, monkeypatch):
     evaluate(tmp_path / "run", samples=[0], device="cpu")
     evaluate(tmp_path / "run", samples=[1], device="cpu", data=tmp_path / "run")
     assert asked == [tmp_path, tmp_path / "run"]
-
-
-def test_resume_takes_no_settings_and_devices_must_exist(tmp_path):
-    for arguments, message in [
-        (["train", "--resume", str(tmp_path), "--epochs", "3"], "leave out --out, --epochs"),
-        (["train", "digits/sgd", "--device", "cuda:7", "--out", str(tmp_path)], "no such device"),
-        (["train"], "give either a preset"),
-        (["evaluate", str(tmp_path), "--samples", "a"], "must be whole numbers"),
-        (["evaluate", str(tmp_path), "--samples", "0,-1"], "must be whole numbers"),
-    ]:
-        if "cuda:7" in arguments and torch.cuda.is_available():
-            continue
-        result = CliRunner().invoke(app, arguments)
-        assert message in str(result.exception)
-
-
-def test_the_table_of_an_evaluation_has_intervals_but_for_the_ece(tmp_path):
-    start(tmp_path, "sgd").train()
-    result = CliRunner().invoke(app, ["evaluate", str(tmp_path), "--samples", "0", "--device", "cpu"])
-    assert result.exit_code == 0, result.output
-    (summary,) = evaluate(tmp_path, samples=[0], device="cpu").values()
-    assert result.output.count("[") == 3  # accuracy, NLL and AUROC
-    low, high = summary.intervals["nll"]
-    assert f"[{low:.3f}, {high:.3f}]" in result.output
-    assert f"{summary.ece:.4f}" in result.output
-    record = json.loads((tmp_path / "record.json").read_text())["evaluations"]["test"]["0"]
-    assert "ece" in record
-    assert "ece" not in record["intervals"]
-
-
-def test_laplace_counts_its_samples(tmp_path):
-    start(tmp_path, "laplace").train()
-    results = evaluate(tmp_path, samples=[2, 64], device="cpu")
-    assert results["2"].nll != results["64"].nll

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import ttest_ind
 
 from bsam.experiments.comparison import HIGHER_IS_BETTER
-from bsam.experiments.paper.margins import margins
-from bsam.experiments.paper.results import METRICS, paper_tables
+from bsam.experiments.paper.results import METRICS, margins, paper_tables
 from bsam.experiments.verdicts import Case, Difference, Summary, holm, judge, welch
 
 DOCS = Path(__file__).parents[2] / "docs"

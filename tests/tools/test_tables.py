@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from bsam.experiments.paper.margins import margins
-from bsam.experiments.paper.results import METRICS, paper_tables
+from bsam.experiments.paper.results import METRICS, margins, paper_tables
 from tests.experiments.reproduce.records import write_record
 from tools.tables import main, render, rewrite
 

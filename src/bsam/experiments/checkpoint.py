@@ -1,7 +1,7 @@
-"""Checkpoints: nested states as one safetensors file that a kill at any moment leaves whole.
+"""Checkpoints: nested states in one safetensors file. A kill at any moment leaves a complete file.
 
-Tensors go into the body of the file, the rest into its JSON header, so that loading one runs no code. A state may
-hold dictionaries, lists, tuples, tensors, numbers, strings, booleans and None.
+Tensors are in the body of the file and everything else is in its JSON header, so loading a checkpoint runs no code. A
+state may hold dictionaries, lists, tuples, tensors, numbers, strings, booleans and None.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ _FORMAT, _KIND = "bsam.checkpoint", "run"
 
 
 class Checkpoints:
-    """The last checkpoint of a run, and the one before it.
+    """The last checkpoint of a run, at `path`, and the one before it, beside it.
 
-    Args:
-        path: The file of the last one, like `checkpoint.safetensors`. The one before it is beside it, in
-            `checkpoint.previous.safetensors`.
+    The one before `checkpoint.safetensors` is `checkpoint.previous.safetensors`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,9 +32,9 @@ class Checkpoints:
         self._seen = self._identity()
 
     def load(self) -> tuple[dict[str, Any], Path] | None:
-        """Read the last checkpoint that is whole: the state, and the file it is from. None if there is no file.
+        """Return the state and the file of the last undamaged checkpoint, or None if there is no checkpoint.
 
-        A warning says so if that is the one before the last.
+        Warns if this is the checkpoint before the last.
         """
         self._seen = self._identity()
         if not self.path.exists() and not self.previous.exists():
@@ -52,17 +50,17 @@ class Checkpoints:
             return state, self.previous
 
     def save(self, state: dict[str, Any]) -> None:
-        """Write a checkpoint, and keep the last one, unless it is damaged, as the one before it."""
+        """Write a checkpoint. The last one becomes the one before it, unless it is damaged."""
         save_checkpoint(self.path, state, previous=self.previous if self._last_is_whole else None)
         self._last_is_whole, self._seen = True, self._identity()
 
     @property
     def changed(self) -> bool:
-        """Whether another process has written a checkpoint since this one was read or written here."""
+        """Whether another process has written a checkpoint since this object last read or wrote one."""
         return self._seen != self._identity()
 
     def remove(self) -> None:
-        """Remove both; a kill in the middle leaves the last one."""
+        """Remove both files; a kill in the middle leaves the last one."""
         self.previous.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
@@ -75,12 +73,9 @@ class Checkpoints:
 
 
 def save_checkpoint(path: Path, state: dict[str, Any], *, previous: Path | None = None) -> None:
-    """Write `state`; until it is whole and on the disk, the checkpoint that is there stays.
+    """Write `state` to `path`; the old checkpoint stays until the new one is complete and on the disk.
 
-    Args:
-        path: The file.
-        state: What to write.
-        previous: Where to keep the checkpoint that is at `path` now.
+    If `previous` is given, the old checkpoint is then kept there.
     """
     tensors: dict[str, Tensor] = {}
     skeleton = _strip(state, "", tensors)
@@ -88,7 +83,7 @@ def save_checkpoint(path: Path, state: dict[str, Any], *, previous: Path | None 
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read what `save_checkpoint` wrote."""
+    """Read a checkpoint that `save_checkpoint` wrote."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}: has the run saved one yet?")
     _, tensors, settings = read_file(path, format=_FORMAT, kinds=(_KIND,))
@@ -102,7 +97,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _strip(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON, its tensors moved into `tensors`."""
+    """Return `value` as JSON, with its tensors moved into `tensors`."""
     if isinstance(value, Tensor):
         tensors[name] = value
         return {"tensor": name}
@@ -117,7 +112,7 @@ def _strip(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _fill(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of `_strip`."""
+    """Invert `_strip`."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()

@@ -1,4 +1,4 @@
-"""The entry point of the command `bsam`: runs it, says what to install, turns errors and warnings into sentences."""
+"""The entry point of the command `bsam`: it runs the app, and prints an error or a warning as one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the command `bsam` can do."""
+"""The app behind the command `bsam`, and the commands about single runs, the demo, the figures and the report.
+
+The commands that train many runs are in `bsam.experiments.reproduce.batch_commands`.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bsam.experiments import demo as experiment
-from bsam.experiments.config import (
-    FIELDS,
-    explanations,
-    from_file,
-    hints,
-    override,
-    to_toml,
-    toml_value,
-    what_fits,
-)
+from bsam.experiments.config import FIELDS, explanations, from_file, hints, override, to_toml, toml_value, what_fits
 from bsam.experiments.evaluate import evaluate as evaluate_run
 from bsam.experiments.methods import METHODS
+from bsam.experiments.metric_columns import DECIMALS, TITLES
 from bsam.experiments.options import Data, Device, SaveMinutes
 from bsam.experiments.paper.presets import preset, preset_names, preset_title
 from bsam.experiments.record import write_json
@@ -40,13 +35,13 @@ from bsam.experiments.trainer import Trainer
 
 __all__ = ["app"]
 
+_TIMES = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+"""The last columns of every progress bar."""
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
 @app.callback()
-def about(
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
-) -> None:
+def about(debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False) -> None:
     """bSAM: SAM and variational Bayes in one optimizer.
 
     Start with:            [bold]bsam demo[/bold]
@@ -63,11 +58,11 @@ def configs(
     name: Annotated[str | None, typer.Argument(help="A preset, or a TOML file, to see its settings.")] = None,
     settings: Annotated[bool, typer.Option("--settings", help="List all settings, with their defaults.")] = False,
 ) -> None:
-    """List the presets, show one, or list the settings there are.
+    """List the presets, show one preset, or list all settings.
 
-    A preset is the settings of one row of the paper's tables:
+    A preset holds the settings of one row of the paper's tables:
     [bold]table1/cifar10/bsam[/bold] is bSAM on CIFAR-10 in table 1.
-    digits/... needs no download. What is shown can be changed and trained:
+    digits/... needs no download. Settings can be saved, changed and trained:
 
     [bold]bsam configs table1/cifar10/bsam > my.toml[/bold]
 
@@ -97,7 +92,7 @@ def _list_settings() -> None:
 def _list_presets() -> None:
     console = Console()
     console.print(
-        "A preset is the settings of a run, mostly those of a row of the paper's tables.\n"
+        "A preset holds the settings of a run; most of them are rows of the paper's tables.\n"
         "See one with:             bsam configs BLOCK/METHOD\n"
         "See all settings with:    bsam configs --settings",
         highlight=False,
@@ -120,14 +115,14 @@ def _list_presets() -> None:
 @app.command()
 def train(
     name: Annotated[
-        str | None, typer.Argument(metavar="PRESET", help="What to train: see `bsam configs`. Or a TOML file.")
+        str | None, typer.Argument(metavar="PRESET", help="The preset to train, see `bsam configs`, or a TOML file.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the runs.", show_default="runs/PRESET")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds to train, one after the other.")] = 1,
     stack_seeds: Annotated[bool, typer.Option("--stack-seeds", help="Train the seeds together, in one step.")] = False,
-    first_seed: Annotated[int, typer.Option(help="The first of them.")] = 0,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Fewer or more epochs than the preset has.")] = None,
+    first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs instead of the preset's.")] = None,
     change: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, see `bsam configs --settings`."),
@@ -135,12 +130,14 @@ def train(
     data: Data = None,
     device: Device = None,
     save_minutes: SaveMinutes = 5.0,
-    save_epochs: Annotated[int | None, typer.Option(min=1, help="Also save after each so many epochs.")] = None,
+    save_epochs: Annotated[
+        int | None, typer.Option(min=1, help="Also save every time this many epochs are done.")
+    ] = None,
     compiled: Annotated[
         bool | None, typer.Option("--compiled/--loop", help="Compile the step.", show_default="compiled on CUDA")
     ] = None,
 ) -> None:
-    """Train a preset, or the settings in a TOML file. Ctrl-C saves the run and says how to go on.
+    """Train a preset, or the settings in a TOML file. Ctrl-C saves the run and prints how to go on.
 
     Examples:
 
@@ -180,7 +177,7 @@ def train(
 
 
 def _is_file(name: str) -> bool:
-    """Whether a preset's name is the path of a TOML file instead."""
+    """Whether the name is the path of a TOML file, and not a preset."""
     return name.endswith(".toml")
 
 
@@ -191,11 +188,8 @@ def _train(stack: Stack, save_minutes: float, save_epochs: int | None) -> None:
         TextColumn(f"{METHODS[config.method].title} on {config.dataset}, {which}"),
         BarColumn(),
         TextColumn("epoch {task.completed:.1f}/{task.total} {task.fields[loss]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, *_TIMES, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=config.total_epochs, loss="")
 
         def show(trainer: Trainer) -> None:
@@ -216,15 +210,16 @@ def evaluate(
     ] = None,
     part: Annotated[str, typer.Option(help="test, or validation.")] = "test",
     temperature: Annotated[
-        float | None, typer.Option(help="Of the posterior: multiplies its variance.", show_default="1, or the run's")
+        float | None,
+        typer.Option(help="Temperature: multiplies the posterior's variance.", show_default="1, or the run's"),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Make predictions anew that were made before.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Make all predictions again, also those that exist.")] = False,
     data: Data = None,
     device: Device = None,
 ) -> None:
-    """Predict the test set with a run's posterior, and rate the predictions.
+    """Predict the test set with a run's posterior, and compute the metrics.
 
-    Writes predictions and a reliability diagram for each number of samples
+    Writes predictions and one reliability diagram per number of samples
     into the folder, and the metrics into its record. Examples:
 
     [bold]bsam evaluate runs/digits/seed0 --samples 0,8,64[/bold]
@@ -241,15 +236,15 @@ def evaluate(
         run, samples=counts, part=part, temperature=temperature, device=device, data=data, again=again
     )
     title = f"{escape(str(run))}, {part}: 95% intervals (the ECE has none)"
-    table = Table("samples", "accuracy ↑", "NLL ↓", "ECE ↓", "AUROC ↑", title=title, box=box.SIMPLE, pad_edge=False)
+    table = Table("samples", *TITLES.values(), title=title, box=box.SIMPLE, pad_edge=False)
     for count, summary in results.items():
         cells = []
-        for metric, digits in experiment.DIGITS.items():
+        for metric, decimals in DECIMALS.items():
             scale = 100 if metric == "accuracy" else 1
-            cells.append(f"{scale * getattr(summary, metric):.{digits}f}")
+            cells.append(f"{scale * getattr(summary, metric):.{decimals}f}")
             if metric in summary.intervals:
                 low, high = (scale * end for end in summary.intervals[metric])
-                cells[-1] += f"\n\\[{low:.{digits}f}, {high:.{digits}f}]"
+                cells[-1] += f"\n\\[{low:.{decimals}f}, {high:.{decimals}f}]"
         table.add_row("mean" if count == "0" else count, *cells)
     Console().print(table)
 
@@ -257,9 +252,9 @@ def evaluate(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the page and its numbers.")] = Path("report"),
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds for each method.", show_default="3")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds per method.", show_default="3")] = None,
     tune: Annotated[
-        bool, typer.Option("--tune", help="Choose the settings anew on the validation part; up to an hour.")
+        bool, typer.Option("--tune", help="Choose the settings again on the validation part; takes up to an hour.")
     ] = False,
 ) -> None:
     """Train all methods on handwritten digits, and write a page that compares them.
@@ -288,15 +283,15 @@ def demo(
 
     console.print(_demo_table(record))
     write_json(out / "results.json", record)
-    page = write_demo_page(out, record, predictions, maps)
-    console.print(f"Look at it: [link={page.resolve().as_uri()}]{escape(str(page))}[/link]", highlight=False)
+    console.print(f"Look at it: {_link(write_demo_page(out, record, predictions, maps))}", highlight=False)
 
 
 def _demo_table(record: dict[str, Any]) -> Table:
     title = f"Digits, test part: mean (sd) over {record['seeds']} seeds"
     table = Table(title=title, box=box.SIMPLE, pad_edge=False)
-    for column in ("method", "accuracy ↑", "NLL ↓", "ECE ↓", "AUROC ↑"):
-        table.add_column(column, justify="left" if column == "method" else "right")
+    table.add_column("method")
+    for column in TITLES.values():
+        table.add_column(column, justify="right")
     for name, row in experiment.cells(record):
         table.add_row(name, *row)
     return table
@@ -328,35 +323,46 @@ def figure(
         console.print(table)
         console.print("Draw one with: bsam figure NAME --out FILE", highlight=False)
         return
-    if name == "all":
-        folder = out or Path("figures")
+    folder = (out or Path("figures")) if name == "all" else Path()
+    if name in ("all", "numbers"):
         folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "figures.json" if name == "all" or out is None else out
         with console.status("computing"):
-            write_json(folder / "figures.json", compute_numbers())  # the figures draw what this has computed
-        console.print(f"{folder / 'figures.json'}", highlight=False)
-        for key in figures.FIGURES:
-            console.print(f"{figures.draw(key, folder / f'{key}.png')}", highlight=False)
-        return
-    if name == "numbers":
-        path = out or Path("figures.json")
-        write_json(path, compute_numbers())
-    else:
-        path = figures.draw(name, out or Path(f"{name}.png"))
-    console.print(f"{path}", highlight=False)
+            write_json(path, compute_numbers())  # the figures below draw these results
+        console.print(f"{path}", highlight=False)
+    for key in figures.FIGURES if name == "all" else () if name == "numbers" else (name,):
+        path = folder / f"{key}.png" if name == "all" or out is None else out
+        console.print(f"{figures.draw(key, path)}", highlight=False)
+
+
+@app.command()
+def report(
+    records: Annotated[Path, typer.Option(help="Folder of the runs' records.")] = Path("results/runs"),
+    figures: Annotated[Path, typer.Option(help="Folder that `bsam figure all` wrote.")] = Path("docs/images/theory"),
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report/paper.html"),
+) -> None:
+    """Write one page of all results: tables, diagrams, curves and figures.
+
+    Nothing is run. The page shows the records of runs, and the records beside them
+    of sweeps, ablations, the demo and the theory's numbers. Example:
+
+    [bold]bsam report --records results/runs --out report/paper.html[/bold]
+    """
+    from bsam.experiments.report.paper_page import write_paper_page  # needs the extra `theory`
+
+    page = write_paper_page(out, records, figures)
+    Console().print(f"Look at it: {_link(page)} ({page.stat().st_size / 1e6:.1f} MB)", highlight=False)
+
+
+def _link(page: Path) -> str:
+    return f"[link={page.resolve().as_uri()}]{escape(str(page))}[/link]"
 
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on stderr; yields the function to call with a method's name after each piece of work."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    """Show a progress bar on stderr; yield the function to call with the method's name after each piece of work."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, *_TIMES, console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=total)
 
         def advance(method: str) -> None:
@@ -365,5 +371,4 @@ def _progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
         yield advance
 
 
-from bsam.experiments.report import command as _report  # noqa: E402, F401 (registers its command on `app`)
-from bsam.experiments.reproduce import commands as _reproduce  # noqa: E402, F401 (registers its commands on `app`)
+from bsam.experiments.reproduce import batch_commands as _batch  # noqa: E402, F401 (registers its commands on `app`)

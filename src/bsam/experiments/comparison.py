@@ -1,18 +1,17 @@
-"""Our numbers beside the paper's: what was measured, what was printed, and whether they agree.
+"""Our numbers beside the paper's: the measured number, the printed number, and whether they agree.
 
-A cell is *better*, *worse*, *equal* or *open*, see `bsam.experiments.verdicts`, with the margins of
-`bsam.experiments.paper.margins`. Two kinds are not judged. *Not run* has no record. *Reduced* has fewer epochs than the
-paper's runs, or only one or two seeds, with which a Welch test finds next to nothing; on the tiny scale the data are
-others, and no difference is shown. Three seeds are enough to be judged, and the row says how many there are. A number
-that is not defined, like the AUROC of a run without a mistake, is open; so is any beside a printed number without a
-standard deviation (the paper has none).
+A cell is *better*, *worse*, *equal* or *open*, see `bsam.experiments.verdicts`; the margins are in
+`bsam.experiments.paper.results`. Two kinds of cells are not judged. A cell that is *not run* has no record. A *reduced*
+cell has fewer epochs than the paper's runs, or fewer than three seeds, with which a Welch test finds next to nothing.
+The tiny scale uses other data, so no difference is shown. A number that is not defined, like the AUROC of a run without
+a mistake, is open. A printed number without a standard deviation would be open, too; the paper has none.
 
-A row of ours that the paper does not have is marked as such, and has no difference, unless it stands beside one of the
-paper's. Then it is judged too, but it is not among the paper's 288 numbers, and Holm's correction is made apart: a row
-that we add must not change the verdict on a row of the paper.
+A row of ours has no difference, unless it is compared with a row of the paper. Then it is judged, but it is not among
+the paper's 288 numbers, and it has a Holm correction of its own: a row that we add must not change the verdict on a row
+of the paper.
 
-The best of a block are the best mean and those that are not significantly worse (Welch, 5%). Fewer than three seeds are
-never among them. Rows of different scales are not compared.
+The best of a block are the best mean and the means that are not significantly worse (Welch, 5%). Rows with fewer than
+three seeds are never among the best. Rows of different scales are not compared.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from bsam.experiments.config import from_mapping
+from bsam.experiments.metric_columns import values_of
 from bsam.experiments.paper.beyond import all_tables, beyond
-from bsam.experiments.paper.margins import margins
-from bsam.experiments.paper.results import METRICS, PAPER_SEEDS, PaperBlock, PaperRow, Published
+from bsam.experiments.paper.results import METRICS, PAPER_SEEDS, PaperBlock, PaperRow, Published, margins
 from bsam.experiments.record import read_json
-from bsam.experiments.recorded import SCALES, Scale, recorded, same_run
+from bsam.experiments.recorded_runs import SCALES, Scale, recorded, same_run
 from bsam.experiments.verdicts import SIGNIFICANCE, Case, Summary, judge, welch
 
 __all__ = [
@@ -46,7 +45,6 @@ __all__ = [
     "Row",
     "compare",
     "find_table",
-    "values_of",
 ]
 
 Mark = Literal["equal", "better", "worse", "open", "reduced", "not run"]
@@ -55,10 +53,10 @@ HIGHER_IS_BETTER = {"accuracy": True, "nll": False, "ece": False, "auroc": True}
 TESTED_SEEDS = 3
 """Rows with fewer seeds are neither judged nor bold."""
 SEEDS: dict[Scale, int] = {"full": PAPER_SEEDS, "reduced": 2, "tiny": 2}
-"""How many seeds a scale has if nothing else is said."""
+"""Default number of seeds per scale."""
 
 TABLES: dict[str, str] = {name: table.title for name, table in all_tables().items()}
-"""The paper's tables of results: name and title."""
+"""Name and title of the paper's tables of results."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +65,12 @@ class Cell:
 
     metric: str
     values: tuple[float, ...]
-    """Ours, by seed; accuracy in percent."""
+    """Our values, one per seed; accuracy in percent."""
     published: Published | None
     difference: float | None = None
-    """Ours minus the paper's; None where there is nothing to compare."""
+    """Our mean minus the paper's; None if there is nothing to compare."""
     mark: Mark | None = None
-    """None where the paper has no such number."""
+    """None if the paper does not print this number."""
     best: bool = False
 
     @property
@@ -82,13 +80,13 @@ class Cell:
 
     @property
     def sd(self) -> float | None:
-        """Over our seeds; one has none."""
+        """Over our seeds; None for a single seed."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table, ours and the paper's."""
+    """A row of a table: our numbers beside the paper's."""
 
     label: str
     preset: str | None
@@ -96,15 +94,15 @@ class Row:
     seeds: int
     epochs: int | None
     scale: str | None
-    command: str
-    """Runs it again."""
     cells: tuple[Cell, ...]
-    seconds: float | None
-    """Of training, for one run."""
+    command: str = ""
+    """The command that runs it again."""
+    seconds: float | None = None
+    """Mean training time of a run."""
     ours: bool = False
-    """The paper has no such row."""
+    """Whether the row is ours: the paper does not have it."""
     members: int = 1
-    """More than one: the row is an ensemble of so many runs."""
+    """Number of runs in the ensemble; 1 if the row is no ensemble."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A table of the paper, and ours."""
+    """A table of the paper with our numbers."""
 
     table: str
     title: str
@@ -126,26 +124,21 @@ class Comparison:
 
     @property
     def counts(self) -> dict[Mark, int]:
-        """How many of the paper's numbers have which mark; rows of ours are not counted."""
+        """Number of the paper's cells per mark; rows of ours are not counted."""
         rows = (row for block in self.blocks for row in block.rows if not row.ours)
         found = Counter(cell.mark for row in rows for cell in row.cells)
         return {mark: found[mark] for mark in MARKS}
 
 
 def find_table(name: str) -> str:
-    """`name`, or an error that says which tables there are."""
+    """Return `name`, or raise an error that lists the tables."""
     if name not in TABLES:
         raise ValueError(f"there is no table {name!r}: choose one of {', '.join(TABLES)}.")
     return name
 
 
 def compare(table: str, records: Path) -> Comparison:
-    """A table, filled with what is recorded in a folder.
-
-    Args:
-        table: table1 to table6.
-        records: Folder of records; rows without one are marked as not run.
-    """
+    """Fill a table, table1 to table6, with the records of a folder; rows without a record are marked "not run"."""
     blocks = [
         Block(block.name, block.title, _best_marked(_rows(table, block, records)))
         for block in all_tables()[find_table(table)].blocks
@@ -153,21 +146,15 @@ def compare(table: str, records: Path) -> Comparison:
     return Comparison(table, TABLES[table], _judged(table, blocks))
 
 
-def values_of(evaluations: list[dict[str, float | None]], metric: str) -> tuple[float, ...]:
-    """A metric of several evaluations as tables show it: accuracy in percent. Left out where it is not defined."""
-    found = (evaluation[metric] for evaluation in evaluations)
-    return tuple((100 if metric == "accuracy" else 1) * value for value in found if value is not None)
-
-
 def _rows(table: str, block: PaperBlock, records: Path) -> list[Row]:
-    """The rows of a block, and below them the ensembles of those that the table has for itself."""
+    """Return the rows of a block, and below them the ensembles of the rows whose presets belong to this table."""
     own = [row for row in block.rows if row.preset.startswith(f"{table}/")]
     ensembles = [found for row in own if (found := _ensemble(row, records))]
     return [*(_row(table, block, row, records) for row in block.rows), *ensembles]
 
 
 def _ensemble(row: PaperRow, records: Path) -> Row | None:
-    """The runs of a row as an ensemble, if that is recorded at the full scale."""
+    """Return the ensemble of a row's runs, if it is recorded at the full scale."""
     path = records / same_run(row.preset)[0] / "ensemble.json"
     if not path.is_file():
         return None
@@ -182,9 +169,7 @@ def _ensemble(row: PaperRow, records: Path) -> Row | None:
         seeds=1,
         epochs=from_mapping(record["config"]).total_epochs,
         scale="full",
-        command="",
         cells=tuple(Cell(metric, values_of([found], metric), None) for metric in METRICS),
-        seconds=None,
         ours=True,
         members=record["members"],
     )
@@ -218,7 +203,7 @@ def _row(table: str, block: PaperBlock, row: PaperRow, records: Path) -> Row:
 
 
 def _cell(metric: str, values: tuple[float, ...], published: Published | None, scale: Scale | None) -> Cell:
-    """A cell that is open until `_judged` has seen the whole table."""
+    """Make a cell; it is open until `_judged` has seen the whole table."""
     cell = Cell(metric, values, published)
     if published is None:
         return cell
@@ -233,7 +218,7 @@ def _cell(metric: str, values: tuple[float, ...], published: Published | None, s
 
 
 def _judged(table: str, blocks: list[Block]) -> tuple[Block, ...]:
-    """The blocks of a table with the verdicts; the paper's rows are a family for Holm's correction, ours another."""
+    """Add the verdicts to a table; the paper's rows are one family for Holm's correction, and our rows another."""
     families: dict[bool, dict[tuple[str, str, str], Case]] = {False: {}, True: {}}
     for block in blocks:
         for row in block.rows:
@@ -255,7 +240,7 @@ def _judged(table: str, blocks: list[Block]) -> tuple[Block, ...]:
 
 
 def _case(cell: Cell, margin: float) -> Case | None:
-    """What there is to judge in a cell, if anything."""
+    """Return what has to be judged in a cell, or None."""
     if cell.mark != "open" or cell.difference is None or cell.published is None or cell.published.sd is None:
         return None
     difference = welch(Summary.of(cell.values), Summary(cell.published.mean, cell.published.sd, PAPER_SEEDS))
@@ -263,7 +248,7 @@ def _case(cell: Cell, margin: float) -> Case | None:
 
 
 def _best_marked(rows: list[Row]) -> tuple[Row, ...]:
-    """The rows, with the best cells of each metric marked."""
+    """Mark the best cells of each metric."""
     fullest = next((scale for scale in SCALES if any(row.scale == scale for row in rows)), None)
     cells = [list(row.cells) for row in rows]
     for column, metric in enumerate(METRICS):
@@ -287,5 +272,5 @@ def _is_nan(cell: Cell) -> bool:
 
 
 def _differ(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
-    """Whether a Welch test finds a difference of two means."""
+    """Whether a Welch test finds a difference between two means."""
     return welch(Summary.of(a), Summary.of(b)).p_value() < SIGNIFICANCE

@@ -21,7 +21,7 @@ from bsam.posterior.base import check_temperature
 __all__ = [
     "RATES",
     "Config",
-    "Precision",
+    "DtypeName",
     "explanations",
     "from_file",
     "from_mapping",
@@ -32,14 +32,14 @@ __all__ = [
     "what_fits",
 ]
 
-Precision = Literal["float32", "bfloat16"]
+DtypeName = Literal["float32", "bfloat16"]
 RATE = object()
-"""Marks the settings in which runs that are trained together may differ: see `bsam.TrainStep`."""
+"""Marks the settings that may differ between runs that are trained together, see `bsam.TrainStep`."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides a run but its seed. What stands beside a type is what `bsam configs` says about it."""
+    """Everything that decides a run, except its seed. The text beside a type is what `bsam configs` prints."""
 
     dataset: Annotated[str, "data set to train on"]
     model: Annotated[str, "network"]
@@ -52,42 +52,45 @@ class Config:
     beta2: Annotated[float, "beta_2: how much of the old second moment, or precision, is kept", RATE] = 0.999
     rho: Annotated[float, "rho: how far SAM and bSAM perturb the weights", RATE] = 0.0
     damping: Annotated[float, "gamma: added to the curvature by bSAM and VOGN", RATE] = 0.1
-    splits: Annotated[int, "m: parts of a minibatch that are perturbed on their own (m-sharpness)"] = 1
+    splits: Annotated[int, "m: number of parts of a minibatch, each with its own perturbation (m-sharpness)"] = 1
     perturb_from: Annotated[
         Literal["sample", "mean"], "where bSAM's adversarial step starts: at the sample, or at the mean"
     ] = "mean"
     curvature: Annotated[
-        Literal["mean_abs", "abs_mean"], "how bSAM reads |g|: mean over the parts of |g|, or |mean over the parts|"
+        Literal["mean_abs", "abs_mean"],
+        "the |g| of bSAM: the mean of |g| over the parts, or |mean of g over the parts|",
     ] = "mean_abs"
     statistics: Annotated[Literal["average", "latest"], "how VOGN reads beta_2, see `bsam.VOGN`"] = "average"
     sample_noise: Annotated[bool, "whether bSAM perturbs a sample of the weights, or (false) their mean"] = True
     bias_correction: Annotated[bool, "whether Adam, alone or below SAM, corrects the bias of its averages"] = True
     initial_hessian: Annotated[float, "h_0: where IVON's estimate of the Hessian starts"] = 1.0
     augmentation_factor: Annotated[float, "multiplies N of bSAM, VOGN and IVON, for data that is augmented"] = 1.0
-    max_grad_norm: Annotated[float | None, "longest gradient, longer ones are shortened; null is no limit"] = None
+    max_grad_norm: Annotated[
+        float | None, "largest gradient norm, larger gradients are scaled down; null is no limit"
+    ] = None
 
     schedule: Annotated[
         Literal["cosine", "steps", "constant"],
         "learning rate by epoch: cosine to 0, a tenth at each milestone, or constant",
     ] = "cosine"
     milestones: Annotated[tuple[int, ...], 'epochs at which the schedule "steps" divides the learning rate by 10'] = ()
-    warmup_epochs: Annotated[int, "first epochs, in which the learning rate grows: 1/5, 2/5, ... 1 for five"] = 0
+    warmup_epochs: Annotated[int, "first epochs, with a growing learning rate: 1/5, 2/5, ... 1 for five"] = 0
 
     augment: Annotated[bool, "random crops with padding 4, and horizontal flips"] = False
-    drop_last: Annotated[bool, "leave out the ragged last minibatch of an epoch"] = False
-    validation: Annotated[int, "training examples held out, to choose settings by"] = 0
+    drop_last: Annotated[bool, "leave out the last minibatch of an epoch if it is smaller than the others"] = False
+    validation: Annotated[int, "number of training examples that are held out, to choose settings with them"] = 0
 
-    swag_epochs: Annotated[int, "epochs in which SWAG collects, after `epochs` of SGD"] = 0
+    swag_epochs: Annotated[int, "number of epochs in which SWAG collects snapshots, after `epochs` of SGD"] = 0
     swag_lr: Annotated[float, "learning rate while SWAG collects", RATE] = 0.01
     swag_momentum: Annotated[float, "momentum while SWAG collects", RATE] = 0.9
-    swag_interval: Annotated[int, "steps from one snapshot of SWAG's to the next"] = 100
-    swag_rank: Annotated[int, "K: how many of the last snapshots SWAG's covariance is made of"] = 20
+    swag_interval: Annotated[int, "number of steps between two snapshots of SWAG"] = 100
+    swag_rank: Annotated[int, "K: number of snapshots, the last ones, in SWAG's covariance"] = 20
 
-    num_samples: Annotated[int, "samples of the posterior that predictions are averaged over; 0 is the mean"] = 32
+    num_samples: Annotated[int, "number of posterior samples for predictions; 0 is the posterior's mean"] = 32
     temperature: Annotated[float, "multiplies the posterior's variance in predictions; below 1 is a cold posterior"] = (
         1.0
     )
-    precision: Annotated[Precision, "type of matrix products and convolutions (autocast)"] = "float32"
+    precision: Annotated[DtypeName, "type of matrix products and convolutions (autocast)"] = "float32"
     channels_last: Annotated[bool, "memory layout of images, faster on some devices"] = False
 
     def __post_init__(self) -> None:
@@ -106,7 +109,7 @@ class Config:
             raise ValueError(f"swag_epochs={self.swag_epochs} does not go with method={self.method!r}.")
 
     def learning_rate(self, epoch: int) -> float:
-        """The rate of an epoch, counted from 0: a function of the epoch alone, so that a run can go on anywhere."""
+        """Return the learning rate of an epoch, counted from 0; it depends on nothing else, so a run can go on."""
         if epoch >= self.epochs:  # SWAG collects
             return self.swag_lr
         if epoch < self.warmup_epochs:
@@ -117,7 +120,7 @@ class Config:
         return self.lr * 0.1 ** sum(epoch >= milestone for milestone in self.milestones)
 
     def without_rates(self) -> Config:
-        """The same with all rates 0: equal for runs that can be trained together."""
+        """Return the settings with all rates 0; they are equal for runs that can be trained together."""
         zeros: dict[str, Any] = dict.fromkeys(RATES, 0.0)
         return dataclasses.replace(self, **zeros)
 
@@ -132,16 +135,16 @@ FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
 _ANNOTATED, _HINTS = typing.get_type_hints(Config, include_extras=True), typing.get_type_hints(Config)
 RATES = tuple(name for name, hint in _ANNOTATED.items() if RATE in hint.__metadata__)
-"""The settings that are rates."""
+"""Names of the settings that are rates."""
 
 
 def hints() -> dict[str, Any]:
-    """The type of each setting; that of the method is the names of the registry."""
+    """Return the type of each setting; the type of `method` lists the names in the registry."""
     return {**_HINTS, "method": typing.cast(Any, Literal)[tuple(METHODS)]}
 
 
 def explanations() -> dict[str, str]:
-    """What each setting is, in a phrase."""
+    """Return a short explanation of each setting."""
     return {name: hint.__metadata__[0] for name, hint in _ANNOTATED.items()}
 
 
@@ -149,7 +152,7 @@ def explanations() -> dict[str, str]:
 
 
 def from_mapping(values: Mapping[str, Any]) -> Config:
-    """Make a configuration of what a TOML file holds."""
+    """Make a configuration from the contents of a TOML file."""
     for name in values:
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, n=1)
@@ -195,7 +198,7 @@ def _parsed(text: str) -> Any:
 
 
 def what_fits(hint: Any) -> str:
-    """What may be written for a setting of this type."""
+    """Describe the values that a setting of this type may have."""
     arguments = typing.get_args(hint)
     match typing.get_origin(hint):
         case typing.Literal:
@@ -209,14 +212,14 @@ def what_fits(hint: Any) -> str:
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the type the field asks for, or an error that says what that is."""
+    """Convert `value` to the type of the setting, or raise an error that describes that type."""
     with contextlib.suppress(TypeError, OverflowError):
         return _converted(value, hint)
     raise ValueError(f"{name}={value!r} must be {what_fits(hint)} ({name} is: {explanations()[name]}).")
 
 
 def _converted(value: Any, hint: Any) -> Any:
-    """`value` as `hint`, or a TypeError."""
+    """Convert `value` to `hint`, or raise a TypeError."""
     arguments = typing.get_args(hint)
     match typing.get_origin(hint):
         case typing.Literal if value in arguments:
@@ -236,7 +239,7 @@ def _converted(value: Any, hint: Any) -> Any:
 
 
 def to_toml(config: Config, *, explained: bool = False) -> str:
-    """The settings as TOML, those that have their default left out; on demand with what each is as a comment."""
+    """Write the settings that differ from their defaults as TOML; `explained` adds a comment to each."""
     lines = {
         name: f"{name} = {toml_value(getattr(config, name))}"
         for name, field in FIELDS.items()
@@ -249,5 +252,5 @@ def to_toml(config: Config, *, explained: bool = False) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Text, a number, a boolean or a list as TOML, which writes these as JSON does."""
+    """Write text, a number, a boolean or a list as TOML, which has the same form as JSON."""
     return json.dumps(value, ensure_ascii=False)

@@ -19,13 +19,11 @@ import bsam
 from bsam.experiments.config import Config, from_mapping
 from bsam.experiments.data import Dataset, load, plain_batches
 from bsam.experiments.methods import METHODS, predict
+from bsam.experiments.metric_columns import TITLES, mean_and_sd, number, values_of
 from bsam.experiments.record import environment
 from bsam.experiments.trainer import Trainer
 
-__all__ = ["DIGITS", "Demo", "Map", "cells", "grid_of", "load_demo", "moons", "run_digits", "tune"]
-
-DIGITS = {"accuracy": 2, "nll": 3, "ece": 4, "auroc": 3}
-"""The metrics of the tables, and with how many digits they are shown."""
+__all__ = ["Demo", "Map", "cells", "grid_of", "load_demo", "moons", "run_digits", "tune"]
 
 Advance = Callable[[str], None]
 
@@ -35,16 +33,16 @@ class Demo:
     """The settings of the demo."""
 
     digits: dict[str, Config]
-    """By method."""
+    """Settings by method."""
     grid: dict[str, dict[str, list[float]]]
-    """By method: the values that `tune` tries of some settings."""
+    """By method: some settings, and the values that `tune` tries."""
     moons: dict[str, Config]
     seeds: int
     tuning_seeds: int
 
 
 def load_demo() -> Demo:
-    """The settings of the demo, from its TOML file."""
+    """Read the settings of the demo from its TOML file."""
     content = tomllib.loads((files("bsam.experiments") / "demo.toml").read_text())
     grid = content["digits"].pop("grid")
     return Demo(
@@ -74,7 +72,7 @@ def train_and_predict(config: Config, dataset: Dataset, seed: int, part: str) ->
 
 
 def run_digits(demo: Demo, advance: Advance = _no_progress) -> tuple[dict[str, Any], dict[str, bsam.Predictions]]:
-    """Train every method with every seed; return the record, and the first seed's test predictions by method."""
+    """Train every method with every seed; return the record and, by method, the test predictions of the first seed."""
     record: dict[str, Any] = {"seeds": demo.seeds, "methods": {}}
     first: dict[str, bsam.Predictions] = {}
     for method, config in demo.digits.items():
@@ -85,7 +83,7 @@ def run_digits(demo: Demo, advance: Advance = _no_progress) -> tuple[dict[str, A
             predictions = train_and_predict(config, dataset, seed, "test")
             first.setdefault(method, predictions)
             summary = bsam.metrics.summary(predictions, num_bootstrap=0)
-            runs.append({name: getattr(summary, name) for name in (*DIGITS, "brier")})
+            runs.append({name: getattr(summary, name) for name in (*TITLES, "brier")})
             advance(method)
         seconds = round(time.perf_counter() - begin, 1)
         record["methods"][method] = {"config": asdict(config), "runs": runs, "seconds": seconds}
@@ -94,27 +92,21 @@ def run_digits(demo: Demo, advance: Advance = _no_progress) -> tuple[dict[str, A
 
 
 def cells(record: dict[str, Any]) -> list[tuple[str, list[str]]]:
-    """The rows of the table: the method's name, and mean (sd) of each metric over the seeds."""
-    rows = []
-    for method, result in record["methods"].items():
-        row = []
-        for metric, digits in DIGITS.items():
-            scale = 100 if metric == "accuracy" else 1
-            values = [scale * run[metric] for run in result["runs"]]
-            sd = f"{statistics.stdev(values):.{digits}f}" if len(values) > 1 else "-"
-            row.append(f"{statistics.fmean(values):.{digits}f} ({sd})")
-        rows.append((METHODS[method].title, row))
-    return rows
+    """Return the rows of the table: the method's title, and mean (sd) of each metric over the seeds."""
+    return [
+        (METHODS[method].title, [number(metric, *mean_and_sd(values_of(found["runs"], metric))) for metric in TITLES])
+        for method, found in record["methods"].items()
+    ]
 
 
 def grid_of(options: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """All combinations of the values of some options."""
+    """Yield all combinations of the options' values."""
     for values in itertools.product(*options.values()):
         yield dict(zip(options, values, strict=True))
 
 
 def tune(demo: Demo, advance: Advance = _no_progress) -> dict[str, Any]:
-    """Try each method's grid on the validation part; the record has every try, and the one of lowest NLL."""
+    """Try each method's grid on the validation part; the record has every try and, as `best`, the lowest NLL."""
     record: dict[str, Any] = {"seeds": demo.tuning_seeds, "methods": {}}
     begin = time.perf_counter()
     for method, grid in demo.grid.items():
@@ -138,7 +130,7 @@ def tune(demo: Demo, advance: Advance = _no_progress) -> dict[str, Any]:
 
 
 def num_tries(demo: Demo) -> int:
-    """How many settings `tune` tries."""
+    """Return the number of settings that `tune` tries."""
     return sum(1 for grid in demo.grid.values() for _ in grid_of(grid))
 
 
@@ -147,7 +139,7 @@ def num_tries(demo: Demo) -> int:
 
 @dataclass(frozen=True)
 class Map:
-    """The predicted probability of class 1 over a grid, and the data it was learned from."""
+    """The predicted probability of class 1 on a grid, and the training data."""
 
     x: Tensor
     y: Tensor
@@ -156,9 +148,17 @@ class Map:
     points: Tensor
     labels: Tensor
 
+    def certain_far_away(self, probability: float) -> float:
+        """Return the share of the map outside the data's bounding box where a class has more than `probability`."""
+        low, high = self.points.min(0).values - 0.5, self.points.max(0).values + 0.5
+        y, x = torch.meshgrid(self.y, self.x, indexing="ij")
+        outside = (x < low[0]) | (x > high[0]) | (y < low[1]) | (y > high[1])
+        p = self.probability[outside]
+        return float((torch.maximum(p, 1 - p) > probability).double().mean())
+
 
 def moons(demo: Demo, advance: Advance = _no_progress, *, seed: int = 0) -> dict[str, Map]:
-    """Train each method on two moons; return its predictive probabilities around them."""
+    """Train each method on two moons; return its predicted probabilities on a map around them."""
     xs, ys = torch.linspace(-3.5, 4.5, 120), torch.linspace(-3.0, 3.5, 100)
     grid = torch.cartesian_prod(ys, xs).flip(1)
     maps = {}
@@ -168,7 +168,7 @@ def moons(demo: Demo, advance: Advance = _no_progress, *, seed: int = 0) -> dict
         for _ in trainer.steps():
             pass
         with warnings.catch_warnings():
-            # 1,000 steps with beta2 = 0.999, as the authors took: 37% of bSAM's precision is still its start.
+            # The authors' 1,000 steps with beta2 = 0.999: 37% of bSAM's precision is still its initial value.
             warnings.filterwarnings("ignore", message="after 1000 steps")
             posterior = trainer.posterior()
         inputs = dataset.normalise(grid)

@@ -1,4 +1,4 @@
-"""The ensemble of a run's seeds: predictions averaged over the runs, and over the samples of each."""
+"""Ensembles: predictions averaged over runs with different seeds, and over the samples of each run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,11 +19,7 @@ __all__ = ["average", "write_ensemble"]
 
 
 def average(members: Sequence[bsam.Predictions]) -> bsam.Predictions:
-    """Average the probabilities of several runs, each with equal weight.
-
-    Args:
-        members: Predictions for the same examples, in the same order.
-    """
+    """Average the probabilities of several runs with equal weights; all must predict the same examples in one order."""
     first = members[0]
     for other in members[1:]:
         a, b = first.labels, other.labels
@@ -44,17 +39,9 @@ def average(members: Sequence[bsam.Predictions]) -> bsam.Predictions:
 
 
 def write_ensemble(path: Path, runs: Path, part: str, *, preset: str, scale: str, config: Config) -> None:
-    """Rate the ensemble of all seeds in a folder, with every evaluation that all of them have, and write its record.
+    """Evaluate the ensemble of the runs seed0, seed1, ... in the folder `runs`, and write its record to `path`.
 
-    Where the record is of an ensemble of more members, it stays.
-
-    Args:
-        path: The record.
-        runs: Folder of the runs: seed0, seed1, ...
-        part: Which part of the data was predicted.
-        preset: The name that the runs' settings came under.
-        scale: See `bsam.experiments.recorded`.
-        config: The runs' settings.
+    The ensemble has every evaluation that all runs have. A record of an ensemble with more members is not replaced.
     """
     folders = [folder for folder in runs.glob("seed*") if folder.is_dir()]  # the records of `bsam tune` are beside them
     names = [
@@ -66,9 +53,9 @@ def write_ensemble(path: Path, runs: Path, part: str, *, preset: str, scale: str
     if len(names) < max(2, known):
         return
     shared = [name for name in names[0] if all(name in found for found in names)]
-    evaluations: dict[str, Any] = {}
-    for name in shared:
-        evaluations[name] = evaluation_of(average([bsam.Predictions.load(found[name]) for found in names]))
+    evaluations = {
+        name: evaluation_of(average([bsam.Predictions.load(found[name]) for found in names])) for name in shared
+    }
     record = {
         "preset": preset,
         "scale": scale,

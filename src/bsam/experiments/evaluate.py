@@ -1,4 +1,4 @@
-"""Evaluation of a finished run: predictions averaged over its posterior, and what they are worth."""
+"""Evaluation of a finished run: predictions averaged over its posterior, and their metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 from torch import nn
 
 import bsam
@@ -19,6 +18,7 @@ from bsam.experiments.methods import predict
 from bsam.experiments.models import make_model
 from bsam.experiments.record import environment, read_json, write_json
 from bsam.experiments.runs import choose_device, holds_run, remembered_data
+from bsam.experiments.style import new_figure
 from bsam.files import locked, remove_leftovers, replacing
 
 __all__ = ["evaluate", "evaluation_name", "evaluation_of"]
@@ -35,20 +35,20 @@ def evaluate(
     seed: int | None = None,
     again: bool = False,
 ) -> dict[str, bsam.metrics.Summary]:
-    """Predict one part of the data with so many samples of the posterior; results go into the record.
+    """Predict one part of the data with samples of the posterior; write the metrics into the record.
 
-    Predictions that were made before, with the same posterior and seed, are read and not made again. Several processes
-    may evaluate a run at once: each adds its results to the record.
+    Predictions that exist, with the same posterior and seed, are read and not made again. Several processes may
+    evaluate a run at the same time: each adds its results to the record.
 
     Args:
         folder: The folder of a finished run.
-        samples: Numbers of samples; 0 is the mean. By default what the run's settings say.
+        samples: Numbers of samples; 0 is the mean. The default is in the run's settings.
         part: `"test"`, or `"validation"` if the run held some data out.
-        temperature: Of the posterior; by default what the run's settings say.
-        device: Where to predict; chosen by itself if None.
+        temperature: Temperature of the posterior. The default is in the run's settings.
+        device: Where to predict; None chooses the accelerator, or the CPU.
         data: Folder of the data sets; by default the one that the run was started with.
         seed: Seed of the samples; by default the run's own, so that no two runs have the same draws.
-        again: Make all predictions anew.
+        again: Make all predictions again.
 
     Returns:
         The metrics, by their names in the record, see `evaluation_name`.
@@ -86,47 +86,43 @@ def evaluate(
             predictions = predict(config, model, posterior, batches, num_samples=count, seed=seed)
         results[name] = bsam.metrics.summary(predictions)
         found = evaluation_of(predictions, results[name])
-        with locked(lock):  # what others have written to the record in the meantime stays
+        with locked(lock):  # keeps results that other processes have written in the meantime
             if made:
                 predictions.save(file)
             _draw(predictions, folder / f"reliability-{part}-{name}.png")
             record = read_json(path)
-            where = (
-                {"environment": environment(dataset.device)}
-                if made
-                else {k: known[k] for k in ("environment",) if k in known}
-            )
-            evaluation = {**found, **origin, "sha256": _sha256(file), **where}
+            evaluation = {**found, **origin, "sha256": _sha256(file)}
+            if made or "environment" in known:
+                evaluation["environment"] = environment(dataset.device) if made else known["environment"]
             record["evaluations"].setdefault(part, {})[name] = evaluation
             write_json(path, record)
     return results
 
 
 def evaluation_of(predictions: bsam.Predictions, summary: bsam.metrics.Summary | None = None) -> dict[str, Any]:
-    """What a record says about predictions: metrics, intervals and the bins of the reliability diagram."""
+    """Return the part of a record about predictions: metrics, intervals and the bins of the reliability diagram."""
     assert predictions.labels is not None
     bins = bsam.metrics.reliability(predictions.log_probs, predictions.labels).as_rows()
     return {**(summary or bsam.metrics.summary(predictions)).as_dict(), "reliability": bins}
 
 
 def evaluation_name(count: int, temperature: float | None, config: Config) -> str:
-    """What the record calls an evaluation: the number of samples, and the temperature if it is not the run's own."""
+    """Name an evaluation: the number of samples, and the temperature if it is not the run's own."""
     return str(count) if temperature in (None, config.temperature) else f"{count}@{float(temperature)}"
 
 
 def _belongs(file: Path, origin: dict[str, Any], evaluation: dict[str, Any]) -> bool:
-    """Whether the record knows the predictions in `file`, and that they are of this origin."""
+    """Whether the record has the predictions in `file`, with this origin."""
     if not file.is_file():
         return False
     return all(evaluation.get(key) == value for key, value in {**origin, "sha256": _sha256(file)}.items())
 
 
 def _draw(predictions: bsam.Predictions, path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(4.5, 5), layout="constrained")
-    bsam.metrics.reliability_diagram(predictions, ax=axes)
+    figure = new_figure(4.5, 5)
+    bsam.metrics.reliability_diagram(predictions, ax=figure.subplots())
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=120)
-    plt.close(figure)
 
 
 def _sha256(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The methods: one entry for each, and nothing else in the experiments knows a method by its name.
+"""The registry of methods: one entry per method. No other file of the experiments has a list of methods.
 
 To add one, write its optimizer in `bsam.optim`, export it, and add its entry to `METHODS`.
 """
@@ -32,7 +32,7 @@ _MANY_STEPS = 1e6
 
 
 def _plain(base: type[Optimizer]) -> Callable[..., Optimizer]:
-    """Makes one of torch's optimizers."""
+    """Return a function that makes an optimizer of torch."""
 
     def make(config: Config, model: nn.Module, num_data: int, seed: int) -> Optimizer:
         return _started(base(model.parameters(), **_base_options(base, config, num_data)), base, config)
@@ -41,7 +41,7 @@ def _plain(base: type[Optimizer]) -> Callable[..., Optimizer]:
 
 
 def _sharpness_aware(kind: Callable[..., Optimizer], base: type[Optimizer]) -> Callable[..., Optimizer]:
-    """Makes one of ours that hands its gradient to one of torch's."""
+    """Return a function that makes an optimizer of ours which hands its gradient to an optimizer of torch."""
 
     def make(config: Config, model: nn.Module, num_data: int, seed: int, **options: Any) -> Optimizer:
         options |= _base_options(base, config, num_data)
@@ -51,7 +51,7 @@ def _sharpness_aware(kind: Callable[..., Optimizer], base: type[Optimizer]) -> C
 
 
 def _gaussian(kind: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    """Makes one of ours that learns a Gaussian."""
+    """Return a function that makes an optimizer of ours which learns a Gaussian."""
 
     def make(config: Config, model: nn.Module, num_data: int, seed: int, **options: Any) -> Optimizer:
         options |= {"lr": config.lr, "betas": (config.beta1, config.beta2), "num_data": num_data, "seed": seed}
@@ -61,16 +61,16 @@ def _gaussian(kind: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
 
 
 def _base_options(base: type[Optimizer], config: Config, num_data: int) -> dict[str, Any]:
-    """What one of torch's optimizers takes; the weight decay stands for the prior."""
+    """Return the options of an optimizer of torch; the weight decay stands for the prior."""
     momentum = {"betas": (config.beta1, config.beta2)} if base is Adam else {"momentum": config.beta1}
     return {"lr": config.lr, "weight_decay": config.prior_precision / num_data, **momentum}
 
 
 def _started(optimizer: Optimizer, base: type[Optimizer], config: Config) -> Optimizer:
-    """The optimizer; Adam without a bias correction, if the settings say so.
+    """Switch off Adam's bias correction, if the settings say so.
 
-    torch divides the averages by 1 - beta^step. After so many steps that is 1, so counting from there leaves the
-    correction out.
+    torch divides the averages by 1 - beta^step. After `_MANY_STEPS` steps this is 1, so an optimizer that counts from
+    there has no correction.
     """
     if base is Adam and not config.bias_correction:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -79,7 +79,7 @@ def _started(optimizer: Optimizer, base: type[Optimizer], config: Config) -> Opt
     return optimizer
 
 
-# ------------------------------------------------------------------ how it takes a step
+# ------------------------------------------------------------------ how an optimizer takes a step
 
 
 def _closure_step(optimizer: Any, loss_fn: Loss, x: Tensor, y: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def _backward_step(optimizer: Optimizer, loss_fn: Loss, x: Tensor, y: Tensor) ->
     return loss.detach()
 
 
-# ------------------------------------------------------------------ what it learns, and predicts
+# ------------------------------------------------------------------ what a method learns, and how it predicts
 
 
 def _point(trainer: Trainer) -> bsam.Posterior:
@@ -132,7 +132,7 @@ def _linearised(
 
 
 def _first_curvature(config: Config, num_data: int) -> float:
-    """The first h + delta of IVON, whose authors state learning rates as multiples of it."""
+    """Return the first h + delta of IVON; its authors state learning rates as multiples of this number."""
     return config.initial_hessian + config.prior_precision / (num_data * config.augmentation_factor)
 
 
@@ -145,28 +145,28 @@ def _make_swag(config: Config, model: nn.Module) -> bsam.SWAG:
 
 @dataclass(frozen=True)
 class Method:
-    """What the experiments ask about a method."""
+    """Everything that the experiments need to know about a method."""
 
     title: str
     """Its name in tables."""
     make: Callable[..., Optimizer]
-    """Makes the optimizer, of the settings, the model, the number of training examples, the seed and `options`."""
+    """Makes the optimizer from the settings, the model, the number of training examples, the seed and `options`."""
     options: tuple[str, ...] = ()
     """The settings that its optimizer takes under their own names. All take `lr`, `beta1` and `prior_precision`."""
     posterior: Callable[[Trainer], bsam.Posterior] = _point
-    """What it has learned in the end; a point, unless something else is said."""
+    """Returns the posterior after training; a point by default."""
     predict: Callable[[nn.Module, bsam.Posterior, Any, int, int], bsam.Predictions] = _average
-    """Predicts with a posterior, of a model, some data, a number of samples and a seed."""
+    """Predicts from a model, a posterior, data, a number of samples and a seed."""
     step: Callable[[Optimizer, Loss, Tensor, Tensor], Tensor] = _closure_step
     """Takes one step in a loop, and returns the loss."""
     lr_unit: Callable[[Config, int], float] = lambda config, num_data: 1.0
-    """What a learning rate of 1 in the settings is for the optimizer."""
+    """The optimizer's learning rate for a learning rate of 1 in the settings."""
     collector: Callable[[Config, nn.Module], bsam.SWAG] | None = None
-    """Makes what collects snapshots in the last `swag_epochs`, for a method that has such."""
+    """Makes the object that collects snapshots in the last `swag_epochs`; None if the method collects none."""
 
     @property
     def is_point(self) -> bool:
-        """Whether its posterior is a point: samples and temperatures change nothing."""
+        """Whether its posterior is a point, so that samples and temperatures change nothing."""
         return self.posterior is _point
 
 
@@ -184,10 +184,7 @@ METHODS = {
     "adam": Method("Adam", _plain(Adam), step=_backward_step),
     "sam-adam": Method("SAM-Adam", _sharpness_aware(bsam.SAM, Adam), (*_SPLITS, "rho")),
     "bsam": Method(
-        "bSAM",
-        _gaussian(bsam.BSAM),
-        (*_BAYES, "rho", "perturb_from", "curvature", "sample_noise"),
-        posterior=_learned,
+        "bSAM", _gaussian(bsam.BSAM), (*_BAYES, "rho", "perturb_from", "curvature", "sample_noise"), posterior=_learned
     ),
     "ivon": Method(
         "IVON",
@@ -198,11 +195,11 @@ METHODS = {
     ),
     "asam-sgd": Method("ASAM-SGD", _sharpness_aware(bsam.ASAM, SGD), (*_SPLITS, "rho")),
 }
-"""By their names in settings: those of the paper's tables in their order, then others."""
+"""By name in the settings: the methods of the paper's tables in their order, then the others."""
 
 
 def make_optimizer(config: Config, model: nn.Module, num_data: int, *, seed: int) -> Optimizer:
-    """The optimizer; for methods without a prior, prior_precision / num_data is the weight decay."""
+    """Make the optimizer; for methods without a prior, prior_precision / num_data is the weight decay."""
     method = METHODS[config.method]
     options = {name: getattr(config, name) for name in method.options}
     return method.make(config, model, num_data, seed, **options)
@@ -211,7 +208,7 @@ def make_optimizer(config: Config, model: nn.Module, num_data: int, *, seed: int
 def predict(
     config: Config, model: nn.Module, posterior: bsam.Posterior, data: Any, *, num_samples: int, seed: int = 0
 ) -> bsam.Predictions:
-    """What a method predicts: the average over samples, or, at a Laplace approximation, the linearised model's."""
+    """Predict by the average over samples or, for a Laplace approximation, by the linearised model."""
     if config.temperature != 1:
         posterior = posterior.temper(config.temperature)
     return METHODS[config.method].predict(model, posterior, data, num_samples, seed)

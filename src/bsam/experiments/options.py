@@ -11,28 +11,27 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from bsam.experiments.config import Precision
-from bsam.experiments.recorded import Scale
+from bsam.experiments.config import DtypeName
+from bsam.experiments.recorded_runs import Scale
 
 __all__ = ["Data", "Device", "Extent", "SaveMinutes", "Work", "taking"]
 
 Device = Annotated[str | None, typer.Option(help="Device, like cuda:0.", show_default="the accelerator, or cpu")]
 Data = Annotated[
-    Path | None,
-    typer.Option(help="Folder of the data sets, as torchvision lays them out.", envvar="BSAM_DATA"),
+    Path | None, typer.Option(help="Folder of the data sets, as torchvision lays them out.", envvar="BSAM_DATA")
 ]
 SaveMinutes = Annotated[float, typer.Option(min=0, help="Minutes between two checkpoints of a run.")]
 
 
 @dataclass(frozen=True)
 class Work:
-    """How tasks are carried out: what `reproduce`, `sweep`, `ablate` and `tune` take."""
+    """Options of `reproduce`, `sweep`, `ablate` and `tune`: how the runs are trained."""
 
     jobs: Annotated[
         int | None,
         typer.Option(min=1, help="Worker processes.", show_default="1, or as many as the cores serve if tiny"),
     ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and how long it takes, and stop.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and its estimated time, and stop.")] = False
     runs: Annotated[Path | None, typer.Option(help="Folder of the runs.", show_default="runs, or runs/SCALE")] = None
     data: Data = None
     device: Device = None
@@ -41,27 +40,27 @@ class Work:
         bool | None,
         typer.Option(
             "--stack-seeds/--one-by-one",
-            help="Train runs together that differ in seeds and rates only.",
+            help="Train runs together if they differ in seeds and rates only.",
             show_default="on CUDA",
         ),
     ] = None
     stack_size: Annotated[
-        int, typer.Option(min=1, help="How many are trained together; all seeds of a run always are.")
+        int, typer.Option(min=1, help="Most runs that are trained together. All seeds of a run always are.")
     ] = 8
     precision: Annotated[
-        Precision | None,
+        DtypeName | None,
         typer.Option(
-            help="Of the gradients. bfloat16 is faster on GPUs, and said in the records.", show_default="the presets'"
+            help="Dtype of the gradients. bfloat16 is faster on GPUs; the records say it.", show_default="the presets'"
         ),
     ] = None
 
 
 @dataclass(frozen=True)
 class Extent(Work):
-    """How much is run too: what `reproduce`, `sweep` and `ablate` take."""
+    """Options of `reproduce`, `sweep` and `ablate`: also how much is run."""
 
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Seeds of each run.", show_default="5, or 2 if reduced or tiny")
+        int | None, typer.Option(min=1, help="Number of seeds per run.", show_default="5, or 2 if reduced or tiny")
     ] = None
     scale: Annotated[
         Scale,
@@ -75,7 +74,7 @@ class Extent(Work):
 
 
 def taking(kind: type[Work]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of `kind`; it receives them as one object, `options`."""
+    """Give a command the options of `kind`. The command receives them as one object, `options`."""
     types = get_type_hints(kind, include_extras=True)
     own = set(kind.__annotations__)
     shared = {

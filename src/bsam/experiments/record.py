@@ -1,7 +1,7 @@
-"""Records: one JSON file that says what was run, on what, for how long, and what came out.
+"""A record file: JSON with a checksum that says what was run, where, for how long, and with which result.
 
-A record carries a checksum of all else that it says. Records from before there were checksums are read without a
-warning: they are many, and most of them are under version control, which notices damage by itself.
+Old records without a checksum are read without a warning: there are many, and most are under version control, which
+notices damage by itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PACKAGES = ("torch", "triton", "numpy", "scikit-learn", "ivon-opt")
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
-    """What a result depends on beside its settings: code, packages, device (the CPU if none is named)."""
+    """Describe what a result depends on beside its settings: code, packages and device (default: the CPU)."""
     commit, changed = _commit()
     known: dict[str, Any] = {
         "bsam": bsam.__version__,
@@ -51,19 +51,19 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """`value` as JSON, which knows no NaN and no infinity: they become null."""
+    """Write `value` as JSON. JSON has no NaN and no infinity: they become null."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Write a record with its checksum; a file that is there is replaced in one go, or stays."""
+    """Write a record with its checksum. An existing file is replaced in one step, or stays as it is."""
     content = {name: value for name, value in record.items() if name not in ("format", "sha256")}
-    content = json.loads(to_json({"format": _FORMAT, **content}))  # as it will be read: tuples are lists
+    content = json.loads(to_json({"format": _FORMAT, **content}))  # as it will be read: tuples become lists
     write_text(path, to_json({**content, "sha256": _checksum(content)}, indent=1) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read what `write_json` wrote. A record that does not have the checksum that it was written with is refused."""
+    """Read a record that `write_json` wrote. A record with a wrong checksum is an error."""
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -84,7 +84,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _checksum(record: dict[str, Any]) -> str:
-    """The SHA-256 of a record, whatever the order of its entries and the white space of its file."""
+    """Return the SHA-256 of a record. The order of its entries and the white space of its file do not matter."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
@@ -106,10 +106,10 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """The commit of the checkout this package runs from, and whether files of the package differ from it.
+    """Return the commit of the checkout that this package runs from, and whether files of the package differ from it.
 
-    A copy without its history can be told which commit it is, by the variable BSAM_COMMIT; a + at its end says that
-    files differ. Outside of a checkout nothing is known.
+    In a copy without history, the environment variable BSAM_COMMIT names the commit; a + at its end says that files
+    differ. Outside of a checkout both are None.
     """
     if named := os.environ.get("BSAM_COMMIT"):
         return named.removesuffix("+"), named.endswith("+")

@@ -1,11 +1,11 @@
-"""A run in a folder: what its files say, and what is written into them.
+"""A run and the files in its folder.
 
-config.toml                        the settings, with preset and seed, and which runs it is trained with
-log.jsonl                          one line an epoch
-checkpoint.safetensors             everything to go on with
-checkpoint.previous.safetensors    the checkpoint before that one, in case it is damaged
-posterior.safetensors              what was learned, once the run is done
-record.json                        settings, code, packages, device, seconds, and metrics once evaluated
+config.toml                        the settings, with preset and seed, and the folder of its stack
+log.jsonl                          one line per epoch
+checkpoint.safetensors             everything that is needed to go on
+checkpoint.previous.safetensors    the checkpoint before the last, in case the last is damaged
+posterior.safetensors              the posterior, when the run is finished
+record.json                        settings, code, packages, device, seconds, and the metrics of each evaluation
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import dataclasses
 import shlex
 import signal
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -35,6 +35,7 @@ __all__ = [
     "RunBusyError",
     "RunInterruptedError",
     "choose_device",
+    "handled",
     "holds_run",
     "naming",
     "read_origin",
@@ -57,12 +58,12 @@ class RunInterruptedError(Exception):
 
 
 def resume_command(folder: Path) -> str:
-    """What to write to go on with the runs in `folder`."""
+    """Return the command that goes on with the runs in `folder`."""
     return f"bsam train --resume {shlex.quote(str(folder))}"
 
 
 def choose_device(name: str | None = None) -> torch.device:
-    """The device to train on: the one named, or the accelerator if there is one, or the CPU."""
+    """Return the named device, or by default the accelerator if there is one, or the CPU."""
     if name is not None:
         device = torch.device(name)
         if device.type != "cpu" and not torch.get_device_module(device).is_available():
@@ -72,31 +73,31 @@ def choose_device(name: str | None = None) -> torch.device:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run was started in `folder`. Empty settings do not count: a kill of an earlier bsam left them."""
+    """Whether a run was started in `folder`. An empty config.toml, left by a kill of an old version, does not count."""
     path = folder / "config.toml"
     return path.is_file() and path.stat().st_size > 0
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, and where its files are."""
+    """A run and its folder."""
 
     folder: Path
     config: Config
     seed: int
     preset: str
-    """The name its settings came under."""
+    """Name of the preset, or of the TOML file, that the settings are from."""
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """The run that was started in `folder`."""
+        """Read the run that was started in `folder`."""
         origin = read_origin(folder)
         with naming(folder / "config.toml"):
             return cls(folder, from_mapping(origin["config"]), origin["seed"], origin["preset"])
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """Of this run alone."""
+        """The checkpoints in the run's own folder."""
         return Checkpoints(self.folder / "checkpoint.safetensors")
 
     def refuse_to_replace(self) -> None:
@@ -108,7 +109,7 @@ class Run:
             )
 
     def write_settings(self, **origin: Any) -> None:
-        """Take the folder; `origin` is how the run was started, without what is None."""
+        """Write config.toml, which takes the folder. `origin` says how the run was started, without None values."""
         self.folder.mkdir(parents=True, exist_ok=True)
         origin = {"preset": self.preset, "seed": self.seed, **origin}
         head = "".join(f"{name} = {toml_value(value)}\n" for name, value in origin.items() if value is not None)
@@ -122,7 +123,7 @@ class Run:
             raise
 
     def load_state(self, trainer: Trainer, state: dict[str, Any], path: Path) -> None:
-        """Bring the trainer of this run to where the checkpoint that was read from `path` was taken."""
+        """Load a checkpoint of this run, which was read from `path`, into the trainer."""
         with naming(path):
             same = from_mapping(state["config"]) == self.config and state["seed"] == self.seed
         if not same:
@@ -135,12 +136,12 @@ class Run:
             _check_options(_options(trainer), options)
 
     def write_log(self, trainer: Trainer) -> None:
-        """Write a line for each epoch that is done."""
+        """Write one line per finished epoch."""
         lines = [to_json(entry) + "\n" for entry in trainer.log]
         write_text(self.folder / "log.jsonl", "".join(lines))
 
     def write_results(self, trainer: Trainer, **engine: Any) -> None:
-        """Write posterior and record; `engine` is how the run was trained."""
+        """Write posterior and record; `engine` says how the run was trained."""
         trainer.posterior().save(self.folder / "posterior.safetensors")
         record = {
             "preset": self.preset,
@@ -157,7 +158,7 @@ class Run:
 
 
 def read_origin(folder: Path) -> dict[str, Any]:
-    """What the settings' file of a run holds: how it was started, and its settings."""
+    """Read config.toml: how the run was started, and its settings."""
     path = folder / "config.toml"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no run: there is no {path}.")
@@ -168,13 +169,13 @@ def read_origin(folder: Path) -> dict[str, Any]:
 
 
 def remembered_data(folder: Path) -> Path | None:
-    """The folder of the data sets that the run in `folder` was started with, if it was given one."""
+    """Return the data folder that the run in `folder` was started with, or None if it was given none."""
     origin = read_origin(folder)
     return Path(origin["data"]) if "data" in origin else None
 
 
 def _check_progress(state: dict[str, Any], trainer: Trainer) -> None:
-    """Raise if no run of these settings can be where `state` says that it was taken."""
+    """Raise if epoch, batch and log of `state` are not possible with these settings."""
     config = trainer.config
     length = epoch_length(trainer.dataset, config.batch_size, augment=config.augment, drop_last=config.drop_last)
     epoch, batch = state["epoch"], state["batch"]
@@ -187,7 +188,7 @@ def _check_progress(state: dict[str, Any], trainer: Trainer) -> None:
 
 
 def _options(trainer: Trainer) -> list[dict[str, Any]]:
-    """Options of the optimizer that say what it computes, but those that the schedule sets."""
+    """Return the options that decide what the optimizer computes, without those that the schedule sets."""
     aside = {"params", "lr", "foreach", "fused", "capturable"} | ({"momentum"} if trainer.config.swag_epochs else set())
     return [
         {name: value for name, value in group.items() if name not in aside} for group in trainer.optimizer.param_groups
@@ -195,7 +196,7 @@ def _options(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def _check_options(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Raise if options that were loaded are not those that the settings give."""
+    """Raise if the loaded options differ from those of the settings."""
     if len(found) != len(expected):
         raise ValueError(f"the optimizer has {len(found)} groups of parameters, and must have {len(expected)}")
     for group, right in zip(found, expected, strict=True):
@@ -207,7 +208,7 @@ def _check_options(found: list[dict[str, Any]], expected: list[dict[str, Any]]) 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn what bad contents raise into one sentence that names the file."""
+    """Turn an error about bad contents into one sentence that names the file."""
     try:
         yield
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -217,7 +218,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_kept() -> Iterator[list[int]]:
-    """Keep SIGINT and SIGTERM in a list instead of stopping in the middle of a step; a second one stops at once."""
+    """Collect SIGINT and SIGTERM in a list, so that a step is finished first; a second signal stops at once."""
     arrived: list[int] = []
 
     def keep(number: int, frame: FrameType | None) -> None:
@@ -225,13 +226,19 @@ def signals_kept() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         arrived.append(number)
 
-    try:
-        previous = {number: signal.signal(number, keep) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: signals go elsewhere
+    with handled((signal.SIGINT, signal.SIGTERM), keep):
         yield arrived
-        return
+
+
+@contextlib.contextmanager
+def handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Give these signals to `handler` while the block runs."""
+    previous: dict[int, Any] = {}
     try:
-        yield arrived
+        with contextlib.suppress(ValueError):  # not in the main thread: signals go elsewhere
+            for number in numbers:
+                previous[number] = signal.signal(number, handler)
+        yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, before in previous.items():
+            signal.signal(number, before)

@@ -1,4 +1,4 @@
-"""How many processes train on one device at a time: what a record says beside its seconds."""
+"""Count of the processes that train on one device at the same time; a record has it beside its seconds."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Neighbours:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.most = 1
-        """The most that were ever counted."""
+        """The largest count so far."""
 
     def count(self) -> None:
-        """Look who is there; a process that was killed is not."""
+        """Count the processes that are alive now."""
         if os.name != "posix":  # elsewhere a process cannot be asked whether it is alive
             return
         alive = [path for path in self._folder.iterdir() if _is_alive(int(path.name))]
@@ -32,7 +32,7 @@ class Neighbours:
 
 @contextlib.contextmanager
 def neighbours(device: torch.device) -> Iterator[Neighbours]:
-    """Be counted on a device while the block runs, by one file per process in the folder for temporary files."""
+    """Register this process on a device while the block runs, by one temporary file per process."""
     name = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
     folder = Path(tempfile.gettempdir()) / f"bsam-{getpass.getuser()}-on-{name}"
     folder.mkdir(exist_ok=True)
@@ -53,5 +53,5 @@ def _is_alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it is there, and somebody else's
+        pass  # it is alive, and belongs to another user
     return True

@@ -1,10 +1,10 @@
-"""Runs that are trained together, as one process and one compiled step: they survive Ctrl-C, a kill and a full disk.
+"""A stack: runs that are trained together in one process, and that survive Ctrl-C, a kill and a full disk.
 
-Each run has a folder of its own (see `bsam.experiments.runs`). A run alone is a stack of one, and its folder is the
-stack's. Several share a folder, which is the one that the first of them is in:
+Each run has a folder of its own (see `bsam.experiments.runs`). A single run is a stack of one, in the run's folder. The
+folder of a larger stack is the parent folder of its first run:
 
-stack.toml             their seeds and folders
-stack.safetensors      everything to go on with, until all are done; stack.previous.safetensors is the one before it
+stack.toml             seeds and folders of the runs
+stack.safetensors      one checkpoint of all runs, until all are done; the one before it is stack.previous.safetensors
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ __all__ = ["Stack", "find_stack"]
 
 
 class Stack:
-    """Runs that differ in seeds and rates only, and the folder they share.
+    """Runs that differ in seeds and rates only, and the folder of their stack.
 
     Args:
         folder: The folder of the only run, or of `stack.toml`.
         runs: The runs.
-        device: Where to train; chosen by itself if None.
+        device: Where to train; None chooses the accelerator, or the CPU.
         data: Folder of the data sets, see `bsam.experiments.data.load`.
-        compiled: Whether to train with `bsam.TrainStep`; by default several runs are, and one is on CUDA only, as
-            compiling takes a minute, and if `splits` cuts the batches evenly.
+        compiled: Whether to train with `bsam.TrainStep`. By default several runs are compiled. A single run is compiled
+            on CUDA only, as compiling takes a minute, and only if `splits` cuts the batches evenly.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Stack:
     def start(
         cls, runs: Sequence[Run], *, device: str | None = None, data: Path | None = None, compiled: bool | None = None
     ) -> Stack:
-        """New runs; refuses folders that hold some."""
+        """Start new runs; a folder that holds a run is an error."""
         _check([run.seed for run in runs], [run.folder for run in runs])
         several = len(runs) > 1
         folder = runs[0].folder.parent if several else runs[0].folder
@@ -103,7 +103,7 @@ class Stack:
 
     @classmethod
     def resume(cls, folder: Path, *, device: str | None = None, data: Path | None = None) -> Stack:
-        """The runs in `folder`, at their last checkpoint, or at their beginning if there is none."""
+        """Load the runs in `folder` from their last checkpoint, or start them if there is none."""
         path = folder / "stack.toml"
         seeds: Mapping[Path, int | None] = _read(path) if path.exists() else {folder: None}
         runs = [Run.read(each) for each in seeds]
@@ -121,7 +121,7 @@ class Stack:
         return stack
 
     def _load(self) -> None:
-        """Go to the last checkpoint: that of all, or those of finished runs."""
+        """Load the last checkpoint of the stack or, if the runs are finished, of each run."""
         found = self.checkpoints.load()
         states = self._states(*found) if found else [run.checkpoints.load() for run in self.runs]
         for run, trainer, each in zip(self.runs, self.trainers, states, strict=True):
@@ -131,7 +131,7 @@ class Stack:
             raise ValueError(f"the runs of {self.folder} have checkpoints of different epochs: go on with each alone.")
 
     def _states(self, state: dict[str, Any], source: Path) -> Sequence[tuple[dict[str, Any], Path] | None]:
-        """The state of each run in a checkpoint. One of a stack may have more: those that have left it."""
+        """Return the state of each run in a checkpoint, which may also have runs that have left the stack."""
         if self.alone:
             return [(state, source)]
         seeds, states, names = state.get("seeds"), state.get("runs"), [_name(run, self.folder) for run in self.runs]
@@ -143,17 +143,17 @@ class Stack:
 
     @property
     def checkpoint(self) -> Path:
-        """The file to go on from."""
+        """The file of the last checkpoint."""
         return self.checkpoints.path
 
     @property
     def finished(self) -> bool:
-        """Whether all have done their last epoch and written their records."""
+        """Whether all runs have done their last epoch and written their records."""
         done = all(trainer.epoch >= trainer.config.total_epochs for trainer in self.trainers)
         return done and all((run.folder / "record.json").exists() for run in self.runs)
 
     def save(self) -> None:
-        """Write one checkpoint of all runs: they stay together whenever the process is killed."""
+        """Write one checkpoint of all runs, so that they are at the same step after a kill."""
         states = [trainer.state() for trainer in self.trainers]
         seeds, folders = [run.seed for run in self.runs], [_name(run, self.folder) for run in self.runs]
         self.checkpoints.save(states[0] if self.alone else {"seeds": seeds, "folders": folders, "runs": states})
@@ -165,11 +165,11 @@ class Stack:
         every_epochs: int | None = None,
         on_step: Callable[[Trainer], None] = lambda trainer: None,
     ) -> None:
-        """Train to the end, saving on the way; then write posteriors and records, as of runs that were trained alone.
+        """Train to the end and save on the way; then write posteriors and records, as for runs that are trained alone.
 
         Args:
             every_minutes: Time between two checkpoints.
-            every_epochs: Also save after each so many epochs.
+            every_epochs: Also save every time this many epochs are done.
             on_step: Called after each step, and after each epoch.
 
         Raises:
@@ -210,14 +210,14 @@ class Stack:
             self._leave(range(len(self.runs)))
 
     def write_logs(self) -> None:
-        """Write what each run says about its epochs."""
+        """Write the log of each run."""
         for run, trainer in zip(self.runs, self.trainers, strict=True):
             run.write_log(trainer)
 
     def part(self) -> list[Path]:
-        """Let the runs that diverged go on alone, from the last checkpoint, and the others without them.
+        """Separate the runs that diverged: each goes on alone from the last checkpoint, the others go on together.
 
-        Where nothing tells which have diverged, all of them go on alone. Returns the folders to resume.
+        If it is not known which runs diverged, all of them go on alone. Returns the folders to resume.
         """
         last = Stack.resume(self.folder, device=str(self.device), data=self.data)
         leaving = [i for i, trainer in enumerate(self.trainers) if trainer.diverged] or range(len(self.runs))
@@ -226,7 +226,7 @@ class Stack:
         return [self.runs[i].folder for i in leaving] + [self.folder] * (len(leaving) < len(self.runs))
 
     def _leave(self, leaving: Sequence[int]) -> None:
-        """Write the checkpoints of some runs into their own folders, and forget them here."""
+        """Write the checkpoints of some runs into their own folders, and remove these runs from the stack."""
         if self.alone:
             return
         for i in leaving:
@@ -238,7 +238,7 @@ class Stack:
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """Keep other processes from the runs; an error of the disk says how to go on."""
+        """Lock the runs against other processes; an error of the disk says how to go on."""
         with contextlib.ExitStack() as locks:
             try:
                 for run in self.runs:
@@ -255,7 +255,7 @@ class Stack:
 
 
 def find_stack(folder: Path) -> Path:
-    """Where to go on with the run in `folder`: where its stack is, as long as that is not done, and else there."""
+    """Return the folder to resume for the run in `folder`: that of its stack until the stack is done, else its own."""
     if not holds_run(folder) or (folder / "checkpoint.safetensors").exists():
         return folder
     stack = Path(os.path.normpath(folder / read_origin(folder).get("stack", "..")))
@@ -264,7 +264,7 @@ def find_stack(folder: Path) -> Path:
 
 
 def _name(run: Run, folder: Path) -> str:
-    """What a stack calls a run: its folder, as seen from the stack's."""
+    """Name a run of a stack: the path from the stack's folder to the run's."""
     return os.path.relpath(run.folder, folder)
 
 

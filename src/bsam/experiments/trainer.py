@@ -1,7 +1,7 @@
-"""Training in memory: one loop for all methods, that can stop after any step and go on exactly there.
+"""Training in memory: one loop for all methods. It can stop after any step and go on exactly there.
 
-Nothing in it depends on anything but (config, seed, epoch, batch) and the state it hands out: batches and augmentation
-are drawn from (seed, epoch), the learning rate is a function of the epoch, noise is a function of the step.
+A step depends only on (config, seed, epoch, batch) and on the state that `Trainer.state` returns: batches and
+augmentation are functions of (seed, epoch), the learning rate of the epoch, and the noise of the step.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from bsam.experiments.models import make_model
 
 __all__ = ["Trainer", "train_together"]
 
-"""Takes batches of all runs, returns their losses."""
-
 
 class Trainer:
-    """A run: model, optimizer, and how far it is.
+    """A run in memory: model, optimizer, epoch and batch.
 
     Args:
         config: The settings.
         dataset: The data, on the device to train on.
-        seed: Decides initial weights, order of the data, augmentation and noise.
+        seed: Seed of initial weights, order of the data, augmentation and noise.
     """
 
     def __init__(self, config: Config, dataset: Dataset, *, seed: int) -> None:
@@ -49,27 +47,27 @@ class Trainer:
         self.collector = self.method.collector(config, self.model) if self.method.collector else None
         self.epoch = 0
         self.batch = 0
-        """Batches of the present epoch that are done."""
+        """Number of batches of the current epoch that are done."""
         self.seconds = 0.0
         self.log: list[dict[str, float]] = []
-        """One entry for each finished epoch."""
+        """One entry per finished epoch."""
         self._reset_sums()
 
     # ------------------------------------------------------------------ the loop
 
     def steps(self) -> Iterator[None]:
-        """Train to the end; yields after each step, when it may be saved or left."""
+        """Train to the end; yield after each step, so that the run can be saved or stopped there."""
         return train_together([self])
 
     def _count(self, size: int) -> None:
-        """Note that a step was taken."""
+        """Count a step."""
         if self.collector is not None and self.epoch >= self.config.epochs:
             self.collector.step()
         self._examples += size
         self.batch += 1
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """The mean loss of a batch."""
+        """Return the mean loss of a batch."""
         autocast = self.config.precision == "bfloat16"
         with torch.autocast(x.device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
             logits = self.model(x)
@@ -90,7 +88,7 @@ class Trainer:
         self._reset_sums()
 
     def _accuracy(self) -> float:
-        """Of the present weights, on the first thousand training examples or so."""
+        """Return the accuracy of the current weights on the first 1,024 training examples."""
         logits, labels = self._first_logits()
         return float((logits.argmax(1) == labels).float().mean())
 
@@ -102,27 +100,27 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """Epochs done, with the share of the present one."""
+        """Number of epochs done, with a fraction for the current one."""
         batches = self.dataset.num_train / self.config.batch_size
         return self.epoch + min(1.0, self.batch / batches)
 
     @property
     def diverged(self) -> bool:
-        """Whether a step was left out, or the network's output is not finite at the present weights."""
+        """Whether a step was skipped, or the network's output at the current weights is not finite."""
         return getattr(self.optimizer, "skipped_steps", 0) > 0 or not bool(self._first_logits()[0].isfinite().all())
 
     def _reset_sums(self) -> None:
         self._loss_sum = torch.zeros((), device=self.dataset.device)
         self._examples = 0
 
-    # ------------------------------------------------------------------ after it, and in between
+    # ------------------------------------------------------------------ result and state
 
     def posterior(self) -> bsam.Posterior:
-        """What was learned about the weights."""
+        """Return the posterior of the weights."""
         return self.method.posterior(self)
 
     def state(self) -> dict[str, Any]:
-        """Everything that is needed to go on exactly here."""
+        """Return everything that is needed to go on exactly here."""
         return {
             "config": dataclasses.asdict(self.config),
             "seed": self.seed,
@@ -139,7 +137,7 @@ class Trainer:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go where `state` was taken."""
+        """Load a state, so that the run goes on where it was taken."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.collector is not None:
@@ -152,11 +150,11 @@ class Trainer:
 
 
 def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> Iterator[None]:
-    """Train runs that differ in seeds and rates only, step by step; yields after each, when they may be saved or left.
+    """Train runs that differ in seeds and rates only; yield after each step, when they can be saved or stopped.
 
     Args:
-        trainers: All at the same place.
-        compiled: Take the steps of all of them as one, by `bsam.TrainStep`; otherwise one after the other.
+        trainers: The runs, all at the same epoch and batch.
+        compiled: Take the step of all runs at once, by `bsam.TrainStep`; otherwise one run after the other.
     """
     first = trainers[0]
     config, dataset = first.config, first.dataset
@@ -203,7 +201,7 @@ def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> It
             count_since(begin)
             yield
             begin = time.perf_counter()
-        loss_sums.cpu()  # a GPU has steps to do that were only launched so far
+        loss_sums.cpu()  # waits for steps that were launched on a GPU
         if step is not None:
             step.check()
         count_since(begin)
@@ -215,7 +213,7 @@ def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> It
 
 
 def _check_fits(config: Config, dataset: Dataset) -> None:
-    """Raise if the data is too small for the settings, which would else be noticed in the middle of the run."""
+    """Raise if the data is too small for the settings, and not only in the middle of the run."""
     length = epoch_length(dataset, config.batch_size, augment=config.augment, drop_last=config.drop_last)
     smallest = min(config.batch_size, dataset.num_train)
     if smallest < config.splits:

@@ -1,10 +1,10 @@
-"""Verdicts on our numbers beside printed ones: better, worse, equal or open.
+"""Verdicts that compare our numbers with printed ones: better, worse, equal or open.
 
 Both numbers are a mean and a standard deviation over seeds. The printed mean is rounded: the true one lies within h,
 half a unit of its last digit.
 
 1. d = ours - printed, with the standard error and the degrees of freedom of Welch.
-2. p is Welch's two-sided p-value of |d| - h, or 1 where |d| <= h: the rounding is never counted as a difference.
+2. p is Welch's two-sided p-value of |d| - h, or 1 if |d| <= h: rounding never counts as a difference.
 3. Holm's correction makes p larger, so that in a family of verdicts (those of one table) the chance of any "better" or
    "worse" between equal numbers is at most 5%. Corrected p below 5%: *better* or *worse*.
 4. Otherwise *equal*, if the 90% interval of d, widened by h on both sides, lies inside [-margin, margin].
@@ -52,7 +52,7 @@ class Difference:
     degrees: float
 
     def p_value(self, rounding: float = 0.0) -> float:
-        """Return the two-sided p-value of what the rounding does not explain."""
+        """Return the two-sided p-value of the part of the difference that rounding does not explain."""
         excess = max(abs(self.value) - rounding, 0.0)
         if self.standard_error == 0.0:
             return float(excess == 0.0)
@@ -76,7 +76,7 @@ def welch(a: Summary, b: Summary) -> Difference:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Correct the p-values of a family by Holm's method: the smallest of m times m, the next times m - 1, and so on."""
+    """Correct m p-values by Holm's method: multiply the smallest by m, the next by m - 1, and so on."""
     corrected = [1.0] * len(p_values)
     largest = 0.0
     for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -87,19 +87,19 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Case:
-    """One of our numbers beside a printed one."""
+    """One of our numbers and the printed one."""
 
     difference: Difference
     """Ours minus the printed one."""
     rounding: float
     """Half a unit of the printed number's last digit."""
     margin: float
-    """Differences up to this are called equal."""
+    """Largest difference that is called equal."""
     higher_is_better: bool
 
 
 def judge(family: Sequence[Case]) -> list[Verdict]:
-    """Return the verdicts of a family of cases, which share Holm's correction."""
+    """Return the verdicts of a family of cases that share Holm's correction."""
     corrected = holm([case.difference.p_value(case.rounding) for case in family])
     return [_verdict(case, p) for case, p in zip(family, corrected, strict=True)]
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from bsam.experiments.data import DATASETS, Dataset, batches, epoch_batches, load, plain_batches, stacked_batches
+from bsam.experiments.data import DATASETS, Dataset, batches, load, plain_batches, stacked_batches
 
 
 def images_like(shape, num, seed=0):
@@ -19,6 +19,11 @@ def dataset_of(num=37, shape=(3, 12, 10)):
     mean, std = torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1), torch.tensor([0.2, 0.3, 0.4]).view(3, 1, 1)
     part = images_like(shape, num)
     return Dataset(DATASETS["cifar10"], part, (part[0][:0], part[1][:0]), part, mean, std)
+
+
+def epoch_batches(dataset, batch_size, *, seed, **options):
+    """The batches of one run."""
+    return ((x[0], y[0]) for x, y in stacked_batches(dataset, batch_size, seeds=[seed], **options))
 
 
 def collect(iterator):

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bsam.experiments.data import DATASETS, data_folder, digits, load, plain_batches, two_moons
+from bsam.experiments.data import DATASETS, load, plain_batches
+from bsam.experiments.data.download import data_folder
+from bsam.experiments.data.embedded import digits, two_moons
 
 REAL = os.environ.get("BSAM_DATA")
 
@@ -32,13 +34,13 @@ def test_normalisation_is_the_authors():
 
 
 def test_digits_are_those_of_the_demo():
-    dataset, split = load("digits"), digits()
+    dataset, (train, test) = load("digits"), digits()
     x, y = next(plain_batches(dataset, "train", 997))
-    assert torch.equal(x, torch.cat([split.train[0], split.validation[0]]).view(-1, 1, 8, 8))
-    assert torch.equal(y, torch.cat([split.train[1], split.validation[1]]))
+    assert torch.equal(x.flatten(1), train[0])
+    assert torch.equal(y, train[1])
     x, y = next(plain_batches(dataset, "test", 800))
-    assert torch.equal(x.flatten(1), split.test[0])
-    assert torch.equal(y, split.test[1])
+    assert torch.equal(x.flatten(1), test[0])
+    assert torch.equal(y, test[1])
     assert dataset.train[0].dtype == torch.uint8
     assert (dataset.num_classes, dataset.image_shape, dataset.num_train) == (10, (1, 8, 8), 997)
 

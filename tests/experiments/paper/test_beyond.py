@@ -12,7 +12,7 @@ from bsam.experiments.paper import beyond as module
 from bsam.experiments.paper.beyond import all_tables, beyond, contents, settings_line
 from bsam.experiments.paper.presets import preset, preset_title
 from bsam.experiments.paper.results import paper_tables
-from bsam.experiments.recorded import read_record, same_run
+from bsam.experiments.recorded_runs import read_record, same_run
 from bsam.experiments.reproduce.plan import Wanted, find_places, make_plan, wanted_by_table
 from tests.experiments.reproduce.records import write_record
 from tools.markdown import comparison_markdown
@@ -65,14 +65,14 @@ def test_rows_with_the_second_gradient_at_the_mean_differ_in_nothing_else(block)
         assert preset(f"here/{name}/bsam-standardised{'-mean' if name == 'mnist' else ''}") == standardised
 
 
-def test_a_row_about_a_precision_is_run_in_it_and_keeps_records_of_its_own(tmp_path):
+def test_a_row_about_a_dtype_is_run_in_it_and_keeps_records_of_its_own(tmp_path):
     name = "here/cifar10/bsam-float32"
     assert preset(name) == preset("table1/cifar10/bsam")
     assert same_run(name) == (name,)
     assert name not in same_run("table1/cifar10/bsam")
     places = find_places("full", tmp_path / "runs", tmp_path / "records")
     wanted = [Wanted(name, (32,)), Wanted("table1/cifar10/bsam", (32,))]
-    ours, papers = make_plan(wanted, seeds=1, scale="full", places=places, precision="bfloat16").tasks
+    ours, papers = make_plan(wanted, seeds=1, scale="full", places=places, dtype="bfloat16").tasks
     assert (ours.name, ours.config.precision) == (name, "float32")
     assert (papers.name, papers.config.precision) == ("table1/cifar10/bsam", "bfloat16")
     record = write_record(tmp_path, name, 0, config=replace(preset(name), precision="bfloat16"))

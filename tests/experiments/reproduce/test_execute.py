@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from bsam.experiments.record import read_json, write_json
-from bsam.experiments.recorded import read_record
+from bsam.experiments.recorded_runs import read_record
 from bsam.experiments.reproduce.execute import execute
 from bsam.experiments.reproduce.plan import Task
 from bsam.experiments.reproduce.scales import scaled

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from bsam.experiments.comparison import TABLES
-from bsam.experiments.paper.presets import preset, preset_names
+from bsam.experiments.paper.presets import preset
 from bsam.experiments.reproduce.plan import Places, Wanted, find_places, make_plan, settle, wanted_by_table
 from bsam.experiments.reproduce.scales import scaled
 from tests.experiments.reproduce.records import write_record
@@ -108,26 +108,10 @@ def test_each_scale_has_its_places(tmp_path):
 # ---------------------------------------------------------------- scales
 
 
-@pytest.mark.parametrize("name", [name for name in preset_names() if not name.startswith("digits")])
-def test_every_preset_can_be_scaled(name):
-    full = scaled(name, "full")
-    assert full == preset(name)
-    reduced = scaled(name, "reduced")
-    assert (reduced.dataset, reduced.model, reduced.batch_size) == (full.dataset, full.model, full.batch_size)
-    assert abs(reduced.total_epochs - full.total_epochs / 6) <= 1
-    assert all(milestone < reduced.epochs for milestone in reduced.milestones)
-    rates = [reduced.learning_rate(epoch) for epoch in range(reduced.total_epochs)]
-    assert max(rates) == pytest.approx(full.lr)
-    tiny = scaled(name, "tiny")
-    assert (tiny.dataset, tiny.total_epochs) == ("digits", 20)
-    for field in ("method", "splits", "sample_noise", "curvature"):
-        assert getattr(tiny, field) == getattr(full, field)
-
-
-def test_another_precision_is_part_of_the_settings_and_of_no_record(tmp_path):
+def test_another_dtype_is_part_of_the_settings_and_of_no_record(tmp_path):
     places = find_places("full", tmp_path / "runs", tmp_path / "records")
     wanted = wanted_by_table("table6", "mnist", ["bsam"])
-    (task,) = make_plan(wanted, seeds=1, scale="full", places=places, precision="bfloat16").tasks
+    (task,) = make_plan(wanted, seeds=1, scale="full", places=places, dtype="bfloat16").tasks
     assert task.config.precision == "bfloat16"
     assert task.changes == ()
     assert task.record == places.records / "table6/mnist/bsam/seed0.json"

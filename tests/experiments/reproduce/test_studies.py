@@ -5,9 +5,8 @@ import json
 import pytest
 
 from bsam.experiments.paper.results import METRICS, paper_tables
-from bsam.experiments.reproduce.plan import Places, make_plan, settle
+from bsam.experiments.reproduce.plan import settle
 from bsam.experiments.reproduce.studies import ABLATIONS, collect, refuse_to_replace, sweep_rho
-from bsam.experiments.reproduce.study_figure import draw_study
 from tests.experiments.reproduce.records import write_record
 from tools.markdown import study_markdown
 
@@ -61,21 +60,6 @@ def test_a_study_is_collected_from_records(tmp_path):
     assert (sam["x"], sam["metrics"]["nll"]) == ([8], [[1.5, None]])
     assert json.loads(json.dumps(record)) == record
     assert "| SAM-SGD | 8 | 90.00 (-) | 1.500 (-) |" in study_markdown(record)
-
-
-@pytest.mark.parametrize("name", STUDIES)
-def test_every_study_can_be_drawn(name, tmp_path):
-    study = STUDIES[name]
-    places = Places(tmp_path, tmp_path, tmp_path)
-    for task in make_plan(study.wanted, seeds=2, scale="full", places=places).tasks:
-        options = {"preset_name": task.preset, "config": task.config, "changes": task.changes, "samples": task.samples}
-        write_record(tmp_path, task.name, task.seed, **options)
-    assert make_plan(study.wanted, seeds=2, scale="full", places=places).tasks == ()
-    record = collect(study, "full", tmp_path, study.command)
-    lengths = [len(points) for points in study.series.values()]
-    assert [len(curve["x"]) for curve in record["series"]] == lengths
-    path = draw_study(record, tmp_path / "new" / "figure.png")
-    assert path.stat().st_size > 10_000
 
 
 def test_a_fuller_study_is_not_replaced(tmp_path):

@@ -13,7 +13,7 @@ from bsam.experiments import evaluate as evaluation
 from bsam.experiments.commands import app
 from bsam.experiments.data import load
 from bsam.experiments.paper.presets import preset
-from bsam.experiments.recorded import read_record
+from bsam.experiments.recorded_runs import read_record
 from bsam.experiments.reproduce.carry_out import stack_tasks
 from bsam.experiments.reproduce.execute import execute
 from bsam.experiments.reproduce.show import tuning_rows
@@ -66,8 +66,8 @@ def test_every_try_has_a_folder_of_its_own(tmp_path):
     assert len({task.folder for task in tasks}) == len({task.record for task in tasks}) == 2 * 4
 
 
-def test_the_precision_is_that_of_all_tries(tmp_path):
-    tuning = dataclasses.replace(read_tuning(str(write_grid(tmp_path))), precision="bfloat16")
+def test_the_dtype_is_that_of_all_tries(tmp_path):
+    tuning = dataclasses.replace(read_tuning(str(write_grid(tmp_path))), dtype="bfloat16")
     assert {config.precision for _, config in tuning.tries} == {"bfloat16"}
     assert all('precision="bfloat16"' in task.changes for task in plan_tries(tuning, tmp_path).tasks)
 

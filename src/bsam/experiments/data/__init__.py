@@ -1,23 +1,7 @@
-"""Data sets: read from a folder or downloaded, checked, put on the device, and cut into batches there."""
+"""Data sets: they are read or downloaded, checked, moved to the device, and cut into batches there."""
 
-from bsam.experiments.data.batches import epoch_batches, epoch_length, plain_batches, stacked_batches
-from bsam.experiments.data.download import data_folder
-from bsam.experiments.data.embedded import Labelled, Split, digits, two_moons
+from bsam.experiments.data.batches import epoch_length, plain_batches, stacked_batches
 from bsam.experiments.data.loading import Dataset, load
 from bsam.experiments.data.table import DATASETS, DatasetInfo
 
-__all__ = [
-    "DATASETS",
-    "Dataset",
-    "DatasetInfo",
-    "Labelled",
-    "Split",
-    "data_folder",
-    "digits",
-    "epoch_batches",
-    "epoch_length",
-    "load",
-    "plain_batches",
-    "stacked_batches",
-    "two_moons",
-]
+__all__ = ["DATASETS", "Dataset", "DatasetInfo", "epoch_length", "load", "plain_batches", "stacked_batches"]

@@ -1,10 +1,10 @@
-"""Batches, made on the device the data is on.
+"""Batches, made on the device of the data.
 
-An epoch's order and augmentation are functions of (seed, epoch) alone: they are drawn on the CPU when it starts, so
-that they are the same on every device, and any batch of it can be made without those before it.
+Order and augmentation are functions of (seed, epoch) only. They are drawn on the CPU when an epoch starts, so they are
+the same on every device, and any batch can be made without the batches before it.
 
-Augmentation is what torchvision's RandomCrop(size, padding=4) and RandomHorizontalFlip() do before normalisation: the
-raw image is padded with zeros (black), a window of its size is cut out, and every second one is mirrored.
+Augmentation does what torchvision's RandomCrop(size, padding=4) and RandomHorizontalFlip() do before normalisation: the
+raw image is padded with zeros (black), a window of its size is cut out, and half of the windows are mirrored.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from bsam.experiments.data.embedded import Labelled
 from bsam.experiments.data.loading import Dataset
 
-__all__ = ["crop_and_flip", "epoch_batches", "epoch_length", "plain_batches", "stacked_batches"]
+__all__ = ["crop_and_flip", "epoch_length", "plain_batches", "stacked_batches"]
 
 PADDING = 4
 
 
 def epoch_length(dataset: Dataset, batch_size: int, *, augment: bool = False, drop_last: bool = False) -> int:
-    """How many batches an epoch of training has; an error if `epoch_batches` could not make them."""
+    """Return the number of batches per epoch; an error if `stacked_batches` could not make them."""
     _check_batch_size(batch_size)
     if augment and len(dataset.image_shape) != 3:
         raise ValueError(f"{dataset.info.name} cannot be augmented: it holds no images. Leave out augment.")
@@ -33,33 +33,6 @@ def epoch_length(dataset: Dataset, batch_size: int, *, augment: bool = False, dr
     if drop_last and num_data < batch_size:
         raise ValueError(f"batch_size={batch_size} with drop_last leaves no batch of {num_data} examples.")
     return num_data // batch_size if drop_last else -(-num_data // batch_size)
-
-
-def epoch_batches(
-    dataset: Dataset,
-    batch_size: int,
-    *,
-    seed: int,
-    epoch: int,
-    augment: bool = False,
-    drop_last: bool = False,
-    start_batch: int = 0,
-) -> Iterator[Labelled]:
-    """The normalised batches of one epoch of training.
-
-    Args:
-        dataset: The data.
-        batch_size: Examples a batch.
-        seed: The run's seed.
-        epoch: Which epoch; with `seed` it decides order and augmentation.
-        augment: Crop and mirror at random.
-        drop_last: Leave out a last batch that is smaller than the others.
-        start_batch: Begin with this batch, counted from 0, to go on in the middle of an epoch.
-    """
-    batches = stacked_batches(
-        dataset, batch_size, seeds=[seed], epoch=epoch, augment=augment, drop_last=drop_last, start_batch=start_batch
-    )
-    return ((x[0], y[0]) for x, y in batches)
 
 
 def stacked_batches(
@@ -72,7 +45,17 @@ def stacked_batches(
     drop_last: bool = False,
     start_batch: int = 0,
 ) -> Iterator[Labelled]:
-    """The batches of `epoch_batches` for several seeds, stacked along a new dimension 0."""
+    """Yield the normalised batches of one epoch of training, for several runs: (seeds, batch, ...).
+
+    Args:
+        dataset: The data.
+        batch_size: Examples per batch.
+        seeds: The seed of each run.
+        epoch: Which epoch. Seed and epoch decide order and augmentation.
+        augment: Crop and mirror at random.
+        drop_last: Leave out a last batch that is smaller than the others.
+        start_batch: Begin with this batch, counted from 0, to go on in the middle of an epoch.
+    """
     images, labels = dataset.train
     num_batches = epoch_length(dataset, batch_size, augment=augment, drop_last=drop_last)
     if not 0 <= start_batch <= num_batches:
@@ -91,7 +74,7 @@ def stacked_batches(
 
 
 def _draw_epoch(num_data: int, seed: int, epoch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Order of the examples, how far their windows move down and to the right, and whether they are mirrored."""
+    """Draw the order of the examples, their windows' offsets down and right, and whether they are mirrored."""
     digest = hashlib.blake2b(struct.pack("<2q", seed, epoch), digest_size=8, person=b"batches").digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
     order = torch.randperm(num_data, generator=generator)
@@ -100,13 +83,13 @@ def _draw_epoch(num_data: int, seed: int, epoch: int) -> tuple[Tensor, Tensor, T
 
 
 def crop_and_flip(images: Tensor, index: Tensor, down: Tensor, right: Tensor, mirrored: Tensor) -> Tensor:
-    """Pick images, each seen through a window that is moved, and mirrored where that is not 0; zeros outside.
+    """Pick images through windows that are moved and, where `mirrored` is not 0, mirrored; zeros outside the image.
 
     Args:
         images: (n, channels, height, width).
         index: Which images; the other arguments have the same length.
-        down: How many pixels the window moves down, or up if negative.
-        right: How many pixels the window moves to the right.
+        down: Number of pixels that the window moves down, or up if negative.
+        right: Number of pixels that the window moves to the right.
         mirrored: Whether the window is mirrored left to right, after it was moved.
     """
     _, channels, height, width = images.shape
@@ -120,14 +103,14 @@ def crop_and_flip(images: Tensor, index: Tensor, down: Tensor, right: Tensor, mi
 
 
 def plain_batches(dataset: Dataset, part: str = "test", batch_size: int = 512) -> Iterator[Labelled]:
-    """The normalised batches of a part of the data ("train", "validation" or "test"), in order and as they are."""
+    """Yield the normalised batches of a part of the data: "train", "validation" or "test", in order."""
     parts = {"train": dataset.train, "validation": dataset.validation, "test": dataset.test}
     if part not in parts:
         raise ValueError(f"part={part!r} must be one of {', '.join(parts)}.")
     _check_batch_size(batch_size)
     images, labels = parts[part]
     if len(images) == 0:
-        raise ValueError(f"the {part} part of {dataset.info.name} is empty: load it with validation=1000, say.")
+        raise ValueError(f"the {part} part of {dataset.info.name} is empty: load it with validation=1000, for example.")
     slices = (slice(start, start + batch_size) for start in range(0, len(images), batch_size))
     return ((dataset.normalise(images[rows]), labels[rows]) for rows in slices)
 

@@ -1,8 +1,8 @@
-"""Where data sets lie, and how they get there.
+"""The folder of the data sets, and downloads into it.
 
-Downloads go to temporary names, are checked by md5, tried again if they fail, and moved to their place when whole.
-Archives are kept, as torchvision does, and unpacked to a temporary folder that is moved in one go: a folder that is
-there is complete. Who has no network can copy the official archive into the data folder instead.
+A download has a temporary name until it is complete and its md5 is checked. A failed download is tried again. Archives
+are kept, as torchvision does, and unpacked into a temporary folder that is then renamed: a folder with the final name
+is complete. Without network, copy the official archive into the data folder.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from bsam.experiments.data.table import DatasetInfo
 __all__ = ["data_folder", "fetch"]
 
 RETRIES = 3
-"""How often a failed download is tried again."""
+"""Number of times that a failed download is tried again."""
 
 
 def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
-    """The folder of the data sets: `folder`, else the environment variable BSAM_DATA, else a cache of the user's."""
+    """Return `folder`, else the environment variable BSAM_DATA, else a folder in the user's cache."""
     chosen = folder or os.environ.get("BSAM_DATA")
     if not chosen:
         import pooch  # type: ignore[import-untyped]
@@ -35,23 +35,23 @@ def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
 
 
 def fetch(info: DatasetInfo, folder: Path) -> None:
-    """Download what is not there; what is there is left alone, right or wrong."""
+    """Download missing files; existing files are not touched, even if they are wrong."""
     for name, url in info.urls.items():
         path = folder / name
         if name.endswith((".tar.gz", ".zip")):
             if not (folder / info.folder).exists():
                 _download(url, path, info.md5[name])
                 _unpack(path, folder / info.folder)
-        elif not path.exists() and not path.with_suffix("").exists():  # torchvision unpacks single files beside them
+        elif not path.exists() and not path.with_suffix("").exists():  # torchvision keeps the unpacked file beside it
             _download(url, path, info.md5[name])
 
 
 def _download(url: str, path: Path, md5: str) -> None:
-    """Download a file, unless it is there with this md5."""
+    """Download a file, unless it exists with this md5."""
     import pooch
     import requests
 
-    pooch.get_logger().setLevel("WARNING")  # the bar says the rest
+    pooch.get_logger().setLevel("WARNING")  # the progress bar is enough
     try:
         store = pooch.create(
             path.parent, base_url="", registry={path.name: f"md5:{md5}"}, urls={path.name: url}, retry_if_failed=RETRIES
@@ -67,8 +67,8 @@ def _download(url: str, path: Path, md5: str) -> None:
         raise ValueError(_advice(path, url, f"what arrived does not have the md5 {md5}")) from error
     except OSError as error:
         raise OSError(_advice(path, url, str(error))) from error
-    with contextlib.suppress(PermissionError):  # a file of somebody else's that was there
-        path.chmod(0o644)  # pooch leaves a file that only its owner can read
+    with contextlib.suppress(PermissionError):  # the file belongs to another user
+        path.chmod(0o644)  # pooch leaves a file that only its owner may read
 
 
 def _advice(path: Path, url: str, cause: str) -> str:
@@ -79,7 +79,7 @@ def _advice(path: Path, url: str, cause: str) -> str:
 
 
 def _unpack(archive: Path, target: Path) -> None:
-    """Unpack an archive's folder of the same name as `target` to `target`."""
+    """Unpack the archive's folder with the name of `target` to `target`."""
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
         try:
             if archive.suffix == ".zip":

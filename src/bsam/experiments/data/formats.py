@@ -1,7 +1,7 @@
-"""Reading the files of the data sets: MNIST's idx files, CIFAR's pickles, TinyImageNet's JPEGs.
+"""Readers of the data sets' files: MNIST's idx files, CIFAR's pickles, TinyImageNet's JPEGs.
 
-Every file is checked against its published md5 before it is looked at; the bytes checked are the bytes used.
-Images come as uint8 (n, channels, height, width), labels as int64.
+The md5 of every file is checked before the file is parsed, on the same bytes. Images are returned as uint8
+(n, channels, height, width), labels as int64.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 
 
 def read_checked(info: DatasetInfo, folder: Path, name: str) -> bytes:
-    """The contents of a file whose md5 is known; a missing or wrong one is an error that names it."""
+    """Return the contents of a file whose md5 is known; an error names a missing or wrong file."""
     path = folder / name
     try:
         content = path.read_bytes()
@@ -61,7 +61,7 @@ def _start_again(info: DatasetInfo, folder: Path) -> str:
 
 
 def _check(info: DatasetInfo, arrays: Arrays, num: int, where: Path) -> Arrays:
-    """Refuse what does not have the data set's size, shape, type and classes."""
+    """Raise if arrays do not have the data set's size, shape, type and classes."""
     images, labels = arrays
     if images.dtype != np.uint8 or images.shape != (num, *info.image_shape):
         raise ValueError(f"{where} holds {images.dtype} images {images.shape}, not uint8 {(num, *info.image_shape)}.")
@@ -74,7 +74,7 @@ def _check(info: DatasetInfo, arrays: Arrays, num: int, where: Path) -> Arrays:
 
 
 def read_mnist(info: DatasetInfo, folder: Path) -> tuple[Arrays, Arrays]:
-    """Training and test set from idx files, compressed or not."""
+    """Read training and test set from idx files, compressed or not."""
 
     def read(names: tuple[str, ...], num: int) -> Arrays:
         images, labels = (_read_idx(info, folder, name, dims) for name, dims in zip(names, (3, 1), strict=True))
@@ -98,21 +98,21 @@ def _read_idx(info: DatasetInfo, folder: Path, name: str, num_dims: int) -> NDAr
 
 
 def _parse_idx(content: bytes, num_dims: int) -> NDArray[np.uint8]:
-    """An array of unsigned bytes: 0, 0, 8, the number of dimensions, each as four bytes, then the values."""
+    """Parse an array of unsigned bytes: 0, 0, 8, the number of dimensions, each size as four bytes, the values."""
     start = 4 + 4 * num_dims
     if len(content) < start or content[:4] != bytes((0, 0, 8, num_dims)):
         raise ValueError(f"an idx file of {num_dims} dimensions cannot begin with {content[:4].hex(' ')}")
     shape = [int(size) for size in np.frombuffer(content[4:start], ">u4")]
     if len(content) - start != math.prod(shape):
         raise ValueError(f"{len(content) - start} bytes of values do not fill the shape {shape}")
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()  # to be writable
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()  # a copy is writable
 
 
 # ------------------------------------------------------------------ CIFAR
 
 
 def read_cifar(info: DatasetInfo, folder: Path) -> tuple[Arrays, Arrays]:
-    """Training and test set from Python 2 pickles, of CIFAR-100 with the fine labels."""
+    """Read training and test set from Python 2 pickles; CIFAR-100 with its fine labels."""
 
     def read(names: tuple[str, ...], num: int) -> Arrays:
         images, labels = zip(*(_read_batch(info, folder, name) for name in names), strict=True)
@@ -135,7 +135,7 @@ def _read_batch(info: DatasetInfo, folder: Path, name: str) -> Arrays:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Unpickles dictionaries, lists, strings, integers and arrays of bytes, and runs no code but theirs."""
+    """Unpickles dictionaries, lists, strings, integers and arrays of bytes, and runs no other code."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -161,10 +161,10 @@ _ALLOWED = {
 
 
 def read_tiny_imagenet(info: DatasetInfo, folder: Path) -> tuple[Arrays, Arrays]:
-    """Training and validation images from JPEGs; class k is the k-th name of wnids.txt in alphabetical order.
+    """Read training and validation images from JPEGs; class k is the k-th name of wnids.txt in alphabetical order.
 
-    Decoding them takes a minute, so they are kept in one file, `decoded.safetensors`, in the same folder. If it is
-    there, it is read instead. Its md5 is in it.
+    Decoding takes a minute, so the images are kept in the file `decoded.safetensors` of the same folder, with a
+    checksum. If this file exists, it is read instead.
     """
     root = folder / info.folder
     cache = root / "decoded.safetensors"
@@ -182,7 +182,7 @@ def read_tiny_imagenet(info: DatasetInfo, folder: Path) -> tuple[Arrays, Arrays]
 
 
 def _tiny_files(info: DatasetInfo, folder: Path) -> list[list[tuple[Path, int]]]:
-    """Path and label of the training images, and of the validation images."""
+    """Return path and label of each training image, and of each validation image."""
     root = folder / info.folder
     index, annotations = root / "wnids.txt", root / "val" / "val_annotations.txt"
     for path in (index, annotations):

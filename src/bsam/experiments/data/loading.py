@@ -1,4 +1,4 @@
-"""Data sets as tensors on the device that trains on them."""
+"""Data sets as tensors on the device where they are used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Dataset:
 
     @property
     def num_classes(self) -> int:
-        """How many classes there are."""
+        """Number of classes."""
         return self.info.num_classes
 
     @property
@@ -46,17 +46,17 @@ class Dataset:
 
     @property
     def num_train(self) -> int:
-        """How many examples there are to train on, without those held out."""
+        """Number of training examples, without those that are held out."""
         return len(self.train[0])
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Device of the tensors."""
         return self.train[0].device
 
     @cached_property
     def sha256(self) -> str:
-        """Of the bytes of all images and labels, those that are held out included."""
+        """SHA-256 of all images and labels, with those that are held out."""
         digest = hashlib.sha256()
         for images, labels in (self.train, self.validation, self.test):
             for tensor in (images, labels):
@@ -64,7 +64,7 @@ class Dataset:
         return digest.hexdigest()
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Raw images as a network sees them: float32, scaled to [0, 1], minus mean, by standard deviation."""
+        """Convert raw images to a network's input: float32, scaled to [0, 1], then standardised by `mean` and `std`."""
         return images.to(torch.float32, copy=True).div_(self.info.scale).sub_(self.mean).div_(self.std)
 
 
@@ -80,11 +80,11 @@ def load(
 
     Args:
         name: One of `DATASETS`.
-        folder: Where the data sets lie, as torchvision puts them. By default what the environment variable BSAM_DATA
-            says, else a cache of the user's.
-        device: Where the tensors shall be.
-        download: Download what is not there. Data that is there is never replaced: if it is wrong, that is an error.
-        validation: How many training examples are held out; which ones is the same in every run.
+        folder: Folder of the data sets, as torchvision lays them out. By default the environment variable BSAM_DATA,
+            else a folder in the user's cache.
+        device: Device of the tensors.
+        download: Download missing files. An existing file is never replaced: a wrong one is an error.
+        validation: Number of training examples that are held out; they are the same in every run.
 
     Raises:
         FileNotFoundError: A file is missing, and `download` is False.
@@ -122,17 +122,17 @@ def _take(data: Labelled, index: Tensor) -> Labelled:
 
 
 def _read_digits(info: DatasetInfo, folder: Path) -> tuple[Arrays, Arrays]:
-    """The digits of `digits()`: its training and validation parts to train on, and its test part."""
-    split = digits(info.num_train, 0)
+    """Read the digits of `digits()`."""
 
     def raw(part: Labelled) -> Arrays:
         return (part[0] * info.scale).to(torch.uint8).view(-1, *info.image_shape).numpy(), part[1].numpy()
 
-    return raw(split.train), raw(split.test)
+    train, test = digits(info.num_train)
+    return raw(train), raw(test)
 
 
 def _read_moons(info: DatasetInfo, folder: Path) -> tuple[Arrays, Arrays]:
-    """The points of `two_moons()`, and a test set drawn with another seed."""
+    """Read the points of `two_moons()`, and a test set with another seed."""
 
     def arrays(part: Labelled) -> Arrays:
         return part[0].numpy(), part[1].numpy().astype(np.int64)
@@ -151,4 +151,4 @@ READERS: dict[str, Callable[[DatasetInfo, Path], tuple[Arrays, Arrays]]] = {
     "digits": _read_digits,
     "moons": _read_moons,
 }
-"""What reads a data set's training and test part from the data folder."""
+"""Functions that read training and test part from the data folder, by data set."""

@@ -11,11 +11,11 @@ __all__ = ["ProgressBar"]
 
 
 class ProgressBar:
-    """A bar on stderr while a `with` block runs, if that is a terminal. It has the methods that pooch calls.
+    """A bar on stderr while a `with` block runs, if stderr is a terminal. It has the methods that pooch calls.
 
     Args:
-        what: What is being done.
-        total: How much there is to do; may be set later, which starts the bar anew.
+        what: Text beside the bar.
+        total: Amount of work; setting it later starts the bar again.
     """
 
     def __init__(self, what: str, total: float | None = None) -> None:
@@ -33,7 +33,7 @@ class ProgressBar:
 
     @property
     def total(self) -> float | None:
-        """How much there is to do."""
+        """Amount of work."""
         return self._progress.tasks[0].total
 
     @total.setter
@@ -41,12 +41,12 @@ class ProgressBar:
         self._progress.reset(self._task, total=total)
 
     def update(self, amount: float = 1) -> None:
-        """So much more is done."""
+        """Add to the work that is done."""
         self._progress.advance(self._task, amount)
 
     def reset(self) -> None:
-        """Nothing is done."""
+        """Set the work that is done to zero."""
         self._progress.reset(self._task)
 
     def close(self) -> None:
-        """For pooch; the bar goes when its `with` block ends."""
+        """Do nothing: pooch calls it, but the bar ends with its `with` block."""

@@ -1,11 +1,11 @@
-"""The data sets: what they look like, which files they come in, and where those come from.
+"""The table of data sets: sizes, files, md5 sums and addresses.
 
-Files lie below the data folder as torchvision puts them, so that one folder serves both. The md5 of every file but
-TinyImageNet's 110,000 images is published, and known here; of TinyImageNet the archive's is.
+Files are in the data folder as torchvision lays them out, so one folder serves both. The table has the published md5
+of every file; of TinyImageNet, with 110,000 images, that of the archive.
 
 Means and standard deviations are those of the authors' code (see Möllenhoff and Khan, 2023). The MNIST sets are only
-scaled to [0, 1]: mean 0, standard deviation 1. Those with “-standardised” have mean and standard deviation of all
-pixels of their training images.
+scaled to [0, 1]: mean 0, standard deviation 1. The sets with “-standardised” have the mean and the standard deviation
+of all pixels of their training images.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ class DatasetInfo:
     name: str
     num_classes: int
     image_shape: tuple[int, ...]
-    """Of one image (channels, height, width), or of one input that is no image."""
+    """Shape of one image (channels, height, width), or of one input that is no image."""
     num_train: int
-    num_test: int
-    scale: float
-    """Raw values divided by it, then normalised by `mean` and `std`, are what a network sees."""
-    mean: tuple[float, ...]
-    """One number a channel."""
-    std: tuple[float, ...]
+    num_test: int = 10_000
+    scale: float = 255
+    """A network sees the raw values divided by `scale`, and then normalised by `mean` and `std`."""
+    mean: tuple[float, ...] = (0.0,)
+    """One number per channel."""
+    std: tuple[float, ...] = (1.0,)
     folder: str = ""
-    """Where it lies below the data folder."""
+    """Folder inside the data folder."""
     train_files: tuple[str, ...] = ()
     test_files: tuple[str, ...] = ()
     urls: Mapping[str, str] = field(default_factory=dict)
-    """Where to download what, by path below the data folder: files, or an archive that holds `folder`."""
+    """Addresses by path inside the data folder: of files, or of an archive that holds `folder`."""
     md5: Mapping[str, str] = field(default_factory=dict)
-    """By path below the data folder."""
+    """md5 by path inside the data folder."""
 
 
 def _mnist(name: str, folder: str, url: str, md5: dict[str, tuple[str, str]]) -> DatasetInfo:
-    """A set in MNIST's format; `md5` has those of each file as it is downloaded, and uncompressed."""
+    """Describe a data set in MNIST's format; `md5` has the sums of each file, compressed and uncompressed."""
     files = {f"{folder}/{file}": file for file in md5}
     train_images, train_labels, test_images, test_labels = (f"{path}.gz" for path in files)
     return DatasetInfo(
@@ -50,10 +50,6 @@ def _mnist(name: str, folder: str, url: str, md5: dict[str, tuple[str, str]]) ->
         num_classes=10,
         image_shape=(1, 28, 28),
         num_train=60_000,
-        num_test=10_000,
-        scale=255,
-        mean=(0.0,),
-        std=(1.0,),
         folder=folder,
         train_files=(train_images, train_labels),
         test_files=(test_images, test_labels),
@@ -98,8 +94,6 @@ _ALL = (
         num_classes=10,
         image_shape=(3, 32, 32),
         num_train=50_000,
-        num_test=10_000,
-        scale=255,
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2023, 0.1994, 0.2010),
         folder="cifar-10-batches-py",
@@ -121,8 +115,6 @@ _ALL = (
         num_classes=100,
         image_shape=(3, 32, 32),
         num_train=50_000,
-        num_test=10_000,
-        scale=255,
         mean=(0.5071, 0.4865, 0.4409),
         std=(0.2673, 0.2564, 0.2761),
         folder="cifar-100-python",
@@ -141,7 +133,6 @@ _ALL = (
         image_shape=(3, 64, 64),
         num_train=100_000,
         num_test=10_000,  # the validation images: the labels of its test images were never published
-        scale=255,
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
         folder="tiny-imagenet-200",
@@ -150,27 +141,9 @@ _ALL = (
     ),
     replace(_MNIST, name="mnist-standardised", mean=(0.1307,), std=(0.3081,)),
     replace(_FASHION, name="fashionmnist-standardised", mean=(0.2860,), std=(0.3530,)),
-    DatasetInfo(
-        "digits",
-        num_classes=10,
-        image_shape=(1, 8, 8),
-        num_train=997,
-        num_test=800,
-        scale=16,
-        mean=(0.0,),
-        std=(1.0,),
-    ),
-    DatasetInfo(
-        "moons",
-        num_classes=2,
-        image_shape=(2,),
-        num_train=100,
-        num_test=1000,
-        scale=1,
-        mean=(0.0, 0.0),
-        std=(1.0, 1.0),
-    ),
+    DatasetInfo("digits", num_classes=10, image_shape=(1, 8, 8), num_train=997, num_test=800, scale=16),
+    DatasetInfo("moons", 2, (2,), num_train=100, num_test=1000, scale=1, mean=(0.0, 0.0), std=(1.0, 1.0)),
 )
 
 DATASETS: dict[str, DatasetInfo] = {info.name: info for info in _ALL}
-"""By name; digits and moons come with scikit-learn and need no files."""
+"""Data sets by name; digits and moons come with scikit-learn and need no files."""

@@ -1,7 +1,7 @@
 """The paper's figures on toy problems, computed with `bsam.theory` and the package's own optimizers.
 
-A figure is a function that computes a frozen dataclass and one that draws it. `bsam figure NAME --out FILE` does both,
-`bsam figure all --out FOLDER` for all of them, and writes the numbers behind them (`numbers`).
+A figure has a function that computes a frozen dataclass, and a function that draws it. `bsam figure NAME --out FILE`
+calls both. `bsam figure all --out FOLDER` draws all figures, and writes the numbers behind them (`numbers`).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from bsam.experiments.figures import data_sets, duality, logistic, moons, objectives, relaxed
-from bsam.experiments.figures.style import new_figure, save
+from bsam.experiments.style import new_figure, save
 
 __all__ = ["FIGURES", "Picture", "draw", "picture"]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """How a figure is made."""
+    """A figure: its description, its size, and the functions that make it."""
 
     what: str
-    """In a few words, with its place in the paper."""
+    """Short description, with its place in the paper."""
     size: tuple[float, float]
     """Width and height in inches."""
     compute: Callable[[], Any]
@@ -102,14 +102,14 @@ FIGURES: dict[str, Picture] = {
 
 
 def picture(name: str) -> Picture:
-    """The figure of that name."""
+    """Return the figure with this name."""
     if name not in FIGURES:
         raise ValueError(f"there is no figure {name!r}. There are: {', '.join(FIGURES)}.")
     return FIGURES[name]
 
 
 def draw(name: str, path: Path) -> Path:
-    """Compute a figure and write it; the ending of the path says how: .png, .svg or .pdf."""
+    """Compute a figure and write it as .png, .svg or .pdf, by the ending of the path."""
     found = picture(name)
     figure = new_figure(*found.size)
     found.draw(found.compute(), figure)

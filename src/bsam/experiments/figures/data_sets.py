@@ -4,8 +4,8 @@ The data sets are `bsam.theory.losses.murphy_data(seed)` for the seeds 0, 1, .. 
 none is left out. Two priors: the book's N(0, 100 I), and N(0, I). The methods and their settings are those of
 `bsam.experiments.figures.logistic`.
 
-All data sets are trained at once, one row of weights for each. bSAM works on each weight by itself, so this is the
-package's optimizer on the sum of all losses; SAM's perturbation has a norm, here that of a row.
+All data sets are trained at once, with one row of weights per data set. bSAM treats each weight separately, so it is
+the package's optimizer on the sum of all losses. SAM's perturbation needs a norm, here the norm of a row.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from scipy.special import expit  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from bsam.experiments.figures.logistic import Gaussian, Settings, exact_predictive, predictive, train_bsam
-from bsam.experiments.figures.style import BLACK, BLUE, GREEN, RED
 from bsam.experiments.figures.threads import one_thread
+from bsam.experiments.style import BLACK, BLUE, GREEN, RED
 from bsam.optim.sam import perturbation
 from bsam.theory.gaussian import Array
 from bsam.theory.losses import murphy_data
@@ -36,18 +36,13 @@ TITLES = {"sam": "SAM, point estimate", "bsam": "bSAM", "laplace": "SAM + Laplac
 
 @dataclass(frozen=True)
 class DataSets:
-    """Mean confidences: over a map, as `Logistic.confidence`.
+    """Mean confidences over a map, see `Logistic.confidence`."""
 
-    Args:
-        separable: By seed, whether a line through zero separates the classes.
-        confidence: By prior precision, method and seed.
-    """
-
-    separable: NDArray[np.bool_]
-    confidence: dict[float, dict[str, Array]]
+    separable: NDArray[np.bool_]  # per seed: whether a line through zero separates the classes
+    confidence: dict[float, dict[str, Array]]  # by prior precision and method, one number per seed
 
     def excess(self, prior_precision: float, method: str) -> Array:
-        """How much more confident the method is than exact Bayes."""
+        """Return the method's confidence minus that of exact Bayes, per data set."""
         found = self.confidence[prior_precision]
         return found[method] - found["exact"]
 
@@ -60,7 +55,7 @@ def compute_data_sets(
     """Train bSAM and SAM on all data sets, and integrate over the exact posteriors."""
     settings = settings or Settings(map_grid=21)
     sets = [murphy_data(seed) for seed in range(num_sets)]
-    yx = np.stack([labels[:, None] * features for features, labels in sets])  # all that the likelihood depends on
+    yx = np.stack([labels[:, None] * features for features, labels in sets])  # the likelihood depends on nothing else
     grid = np.linspace(-8, 8, settings.map_grid)
     points = np.stack(np.meshgrid(grid, grid[grid >= 0]), -1).reshape(-1, 2)  # p(-x) = 1 - p(x)
     confidence = {
@@ -71,7 +66,7 @@ def compute_data_sets(
 
 
 def _is_separable(yx: Array) -> bool:
-    """Whether some w has <w, y x> > 0 for all points: whether they lie in an open half plane."""
+    """Whether some w has <w, y x> > 0 for all points: they then lie in an open half plane."""
     angles = np.sort(np.arctan2(yx[:, 1], yx[:, 0]))
     gaps = np.diff(np.append(angles, angles[0] + 2 * np.pi))
     return bool(gaps.max() > np.pi)
@@ -91,7 +86,7 @@ def _confidences(yx: Array, points: Array, settings: Settings) -> dict[str, Arra
 
 
 def _exact(yx: Array, points: Array, prior_precision: float) -> Array:
-    """By the trapezoidal rule in polar coordinates: the posterior of separable data fills a narrow cone."""
+    """Integrate by the trapezoidal rule in polar coordinates: the posterior of separable data is a narrow cone."""
     radius = np.linspace(0, 5 / np.sqrt(prior_precision), 121)[1:]
     angle = np.linspace(-np.pi, np.pi, 240, endpoint=False)
     direction = np.stack([np.cos(angle), np.sin(angle)], -1)
@@ -123,12 +118,12 @@ def _train_bsam(yx: Tensor, settings: Settings) -> tuple[Array, Array]:
 
 
 def prior_name(prior_precision: float) -> str:
-    """N(0, v I), with v left out where it is 1."""
+    """Return N(0, v I), without v if it is 1."""
     return "N(0, I)" if prior_precision == 1 else f"N(0, {1 / prior_precision:g} I)"
 
 
 def draw_data_sets(result: DataSets, figure: Figure) -> None:
-    """By how much each method is more confident than exact Bayes; filled where the data are separable."""
+    """Draw the excess confidence of each method over exact Bayes; markers of separable data sets are filled."""
     panels = figure.subplots(1, len(result.confidence))
     styles = {"sam": (RED, "^"), "bsam": (BLUE, "o"), "laplace": (GREEN, "v")}
     for axes, (prior_precision, found) in zip(panels, result.confidence.items(), strict=True):

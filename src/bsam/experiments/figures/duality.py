@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from bsam.experiments.figures.objectives import MINIMA
-from bsam.experiments.figures.style import BLACK, BLUE, GRAY, GREEN, ORANGE, PURPLE, RED
+from bsam.experiments.style import BLACK, BLUE, GRAY, GREEN, ORANGE, PURPLE, RED
 from bsam.theory.fenchel import biconjugate, expected_negative_loss
 from bsam.theory.gaussian import Array, Univariate
 from bsam.theory.losses import three_minima
@@ -21,25 +21,18 @@ __all__ = ["Spaces", "Surfaces", "compute_spaces", "compute_surfaces", "draw_bic
 
 @dataclass(frozen=True)
 class Spaces:
-    """Some Gaussians on the line, in three sets of coordinates.
+    """Some Gaussians on the line, in three sets of coordinates."""
 
-    Args:
-        omega: Means.
-        variance: Variances.
-        mu: Expectation parameters, two arrays.
-        natural: Natural parameters, two arrays.
-        curves: By variance, expectation and natural parameters of N(omega, v) for a grid of omega.
-    """
-
-    omega: Array
+    omega: Array  # means
     variance: Array
-    mu: tuple[Array, Array]
-    natural: tuple[Array, Array]
+    mu: tuple[Array, Array]  # expectation parameters
+    natural: tuple[Array, Array]  # natural parameters
+    # By variance v: expectation and natural parameters of N(omega, v) for a grid of omega.
     curves: dict[float, tuple[tuple[Array, Array], tuple[Array, Array]]]
 
 
 def compute_spaces() -> Spaces:
-    """Four Gaussians, and all those of three variances."""
+    """Compute the parameters of four Gaussians, and of all Gaussians with three variances."""
     family = Univariate()
     omega, v = np.array([-1.5, 0.0, 1.0, 2.0]), np.array([0.5, 1.0, 2.0, 0.5])
     grid = np.linspace(-13, 13, 261)
@@ -50,7 +43,7 @@ def compute_spaces() -> Spaces:
 
 
 def draw_dual_spaces(result: Spaces, figure: Figure) -> None:
-    """Figure 2(a): M, above the parabola, and Omega, a half space; the same four Gaussians in both."""
+    """Draw Figure 2(a): M, above the parabola, and Omega, a half space, with the same four Gaussians in both."""
     left, right = figure.subplots(1, 2)
     grid = np.linspace(-3.2, 3.2, 201)
     left.fill_between(grid, grid**2, 9, color=BLUE, alpha=0.12, lw=0)
@@ -63,16 +56,8 @@ def draw_dual_spaces(result: Spaces, figure: Figure) -> None:
     for i, (colour, marker) in enumerate(zip((ORANGE, GREEN, PURPLE, BLUE), "os^D", strict=True)):
         name = f"N({result.omega[i]:g}, {result.variance[i]:g})"
         for axes, (first, second) in ((left, result.mu), (right, result.natural)):
-            axes.plot(
-                first[i],
-                second[i],
-                marker,
-                color=colour,
-                ms=9,
-                mec=BLACK,
-                mew=0.6,
-                label=name if axes is left else None,
-            )
+            label = name if axes is left else None
+            axes.plot(first[i], second[i], marker, color=colour, ms=9, mec=BLACK, mew=0.6, label=label)
     left.set(xlim=(-3, 3), ylim=(-0.5, 8), xlabel="mu_1 = omega", ylabel="mu_2 = omega² + v")
     right.set(xlim=(-6, 6), ylim=(-1.5, 0.25), xlabel="lambda_1 = omega / v", ylabel="lambda_2 = -1 / (2 v)")
     left.set_title("M: expectation parameters, mu = grad A(lambda)", fontsize=10)
@@ -83,41 +68,26 @@ def draw_dual_spaces(result: Spaces, figure: Figure) -> None:
 
 @dataclass(frozen=True)
 class Surfaces:
-    """f and f** of the loss with three minima, over mu and over (omega, v).
+    """f and f** of the loss with three minima, over mu and over (omega, v)."""
 
-    Args:
-        mu_1: (rows, columns), a mesh of M; the first row is its boundary, v = 0.
-        mu_2: The same.
-        f_mu: f there.
-        biconjugate_mu: f** there.
-        omega: Mesh of the other coordinates.
-        v: The same; the first row is v = 0.
-        f: f there.
-        biconjugate: f** there.
-        slices: Which v have a curve of their own.
-        slice_omega: Grid of these curves.
-        slice_f: (slices, grid).
-        slice_biconjugate: (slices, grid).
-    """
-
-    mu_1: Array
+    mu_1: Array  # (rows, columns): a mesh of M, whose first row is the boundary, v = 0
     mu_2: Array
-    f_mu: Array
-    biconjugate_mu: Array
-    omega: Array
+    f_mu: Array  # f on the mesh of M
+    biconjugate_mu: Array  # f** on the mesh of M
+    omega: Array  # (rows, columns): a mesh of (omega, v), whose first row is v = 0
     v: Array
-    f: Array
-    biconjugate: Array
-    slices: Array
-    slice_omega: Array
-    slice_f: Array
-    slice_biconjugate: Array
+    f: Array  # f on the mesh of (omega, v)
+    biconjugate: Array  # f** on the mesh of (omega, v)
+    slices: Array  # the v that have a curve of their own
+    slice_omega: Array  # grid of these curves
+    slice_f: Array  # (slices, grid)
+    slice_biconjugate: Array  # (slices, grid)
 
 
 def compute_surfaces(
     num_omega: int = 89, num_v: int = 23, slices: tuple[float, ...] = (0.5, 2.0, 4.0), tolerance: float = 2e-3
 ) -> Surfaces:
-    """f and f** of `three_minima` for omega in [-5.5, 5.5]."""
+    """Compute f and f** of `three_minima` for omega in [-5.5, 5.5]."""
     loss = three_minima()
     line = np.linspace(-5.5, 5.5, num_omega)
     # M up to mu_2 = 34, denser near the boundary
@@ -129,21 +99,12 @@ def compute_surfaces(
     def both(omega: Array, v: Array) -> tuple[Array, Array]:
         return expected_negative_loss(loss, omega, v).value, biconjugate(loss, omega, v, tolerance=tolerance).value
 
-    return Surfaces(
-        mu_1,
-        mu_2,
-        *both(mu_1, np.maximum(mu_2 - mu_1**2, 0)),
-        omega,
-        v,
-        *both(omega, v),
-        levels,
-        grid,
-        *both(grid, levels[:, None]),
-    )
+    over_mu, over_v, curves = both(mu_1, np.maximum(mu_2 - mu_1**2, 0)), both(omega, v), both(grid, levels[:, None])
+    return Surfaces(mu_1, mu_2, *over_mu, omega, v, *over_v, levels, grid, *curves)
 
 
 def draw_biconjugate(result: Surfaces, figure: Figure) -> None:
-    """Figures 2(b) and 2(c): f as a blue mesh above f** as a red surface, and slices of both."""
+    """Draw Figures 2(b) and 2(c): f as a blue mesh above f** as a red surface, and slices of both."""
     options: Any = {"projection": "3d", "computed_zorder": False}
     left, right = (figure.add_subplot(1, 2, i, **options) for i in (1, 2))
     _surfaces(left, result.mu_1, result.mu_2, result.f_mu, result.biconjugate_mu)

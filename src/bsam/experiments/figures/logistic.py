@@ -3,22 +3,22 @@ r"""Logistic regression with two weights: exact Bayes, bSAM, SAM, Laplace at SAM
 The paper prints neither its data nor its settings; it says that the data are adopted from Murphy (2012), Chapter 8.4,
 and separable by a line through zero. Ours:
 
-- the data are the book's, `bsam.theory.losses.murphy_data()` with N = 60, and so is the prior, N(0, 100 I). What other
-  data of this kind and another prior give is in `bsam.experiments.figures.data_sets`: these here were settled on with
-  a look at the results, after others of our own making. The settings below were not touched. No minibatches;
+- The data are the book's, `bsam.theory.losses.murphy_data()` with N = 60, and so is the prior, N(0, 100 I). We chose
+  these data after a look at the results on other data of ours. The settings below were not changed.
+  `bsam.experiments.figures.data_sets` has the results for other data of this kind, and for another prior. There are no
+  minibatches.
 - bSAM has the optimizer's defaults, which are the paper's settings of its networks: lr 0.1, betas (0.9, 0.999), rho
-  0.01, damping gamma = 0.1; 8,000 steps, cosine to zero;
-- SAM is SGD with the same prior, rho = 0.05 as in the paper's tables, 2,000 steps; Laplace takes the exact diagonal
-  Hessian there.
+  0.01, damping gamma = 0.1; 8,000 steps, cosine to zero.
+- SAM is SGD with the same prior, rho = 0.05 as in the paper's tables, 2,000 steps. Laplace takes the exact diagonal
+  Hessian at SAM's solution.
 
-What bSAM's variances can be. On a quadratic of curvature h (of the mean loss) the precision of Algorithm 1 settles at
+On a quadratic with curvature h (of the mean loss) the precision of Algorithm 1 converges to
 
     N s* = N (delta + gamma + h sqrt(2 / (pi N)))                  not at Bayes' N (delta + h)
 
-because the algorithm leaves out a sqrt(N) of its derivation (`bsam.theory.derivation`): it sees a fraction of the
-curvature, and the damping gamma, which has no place in the derivation, decides how wide the posterior is. So there are
-two more results, to tell the two apart: bSAM with gamma = 0, and the derivation's update, with its sqrt(N) and with
-gamma = 0.
+because the algorithm leaves out a sqrt(N) of its derivation (`bsam.theory.derivation`). It uses a fraction of the
+curvature, and the damping gamma, which is not in the derivation, decides how wide the posterior is. Two more results
+separate these two effects: bSAM with gamma = 0, and the derivation's update, with its sqrt(N) and with gamma = 0.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from scipy.special import expit  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 import bsam
-from bsam.experiments.figures.style import BLACK, BLUE, GRAY, GREEN, ORANGE, PURPLE, RED, ellipse, probability, scatter
 from bsam.experiments.figures.threads import one_thread
+from bsam.experiments.style import BLACK, BLUE, GRAY, GREEN, ORANGE, PURPLE, RED, ellipse, probability, scatter
 from bsam.theory.derivation import bsam_update
 from bsam.theory.fenchel import expectation
 from bsam.theory.gaussian import Array
@@ -72,7 +72,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that was chosen, see the module."""
+    """Every choice, explained at the top of this module."""
 
     prior_precision: float = 0.01
     bsam_steps: int = 8000
@@ -103,53 +103,36 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Logistic:
-    """All results.
-
-    Args:
-        settings: What was chosen.
-        features: (N, 2).
-        labels: -1 or 1.
-        x: Grid of both features.
-        maps: By method, p(y = 1) on the grid, (x_2, x_1).
-        weights: Grid of both weights.
-        density: Of the exact posterior, (w_2, w_1).
-        mode: The MAP estimate.
-        samples: Of the exact posterior, (n, 2).
-        point: SAM's solution.
-        gaussians: By method; that of `exact` has the exact posterior's moments.
-        separating: By method, which share of the weights' mass has all training points on their right side.
-        stationary: By variant of bSAM, the variances that s* gives, with the curvature averaged over its own Gaussian.
-        fixed_point: The same for the true E|g| in place of a quadratic's.
-    """
+    """The results of all methods."""
 
     settings: Settings
-    features: Array
-    labels: Array
-    x: Array
-    maps: dict[str, Array]
-    weights: Array
-    density: Array
-    mode: Array
-    samples: Array
-    point: Array
-    gaussians: dict[str, Gaussian]
-    separating: dict[str, float]
-    stationary: dict[str, Array]
-    fixed_point: dict[str, Array]
+    features: Array  # (N, 2)
+    labels: Array  # -1 or 1
+    x: Array  # grid of both features
+    maps: dict[str, Array]  # by method: p(y = 1) on the grid, (x_2, x_1)
+    weights: Array  # grid of both weights
+    density: Array  # exact posterior on the grid, (w_2, w_1)
+    mode: Array  # the MAP estimate
+    samples: Array  # samples of the exact posterior, (n, 2)
+    point: Array  # SAM's solution
+    gaussians: dict[str, Gaussian]  # by method; `exact` has the moments of the exact posterior
+    separating: dict[str, float]  # by method: the share of the mass whose weights separate the training points
+    stationary: dict[str, Array]  # by variant of bSAM: variances by s*, with the mean curvature under its own Gaussian
+    fixed_point: dict[str, Array]  # the same variances, by the true E|g| instead of a quadratic's
 
     def distance(self, method: str) -> float:
-        """Total variation distance of the predictive to exact Bayes: the mean over the map of |p - p_exact|."""
+        """Return the total variation distance to exact Bayes: the mean of |p - p_exact| over the map."""
         return float(np.abs(self.maps[method] - self.maps["exact"]).mean())
 
     def confidence(self, method: str) -> float:
-        """The mean over the map of the larger class's probability."""
+        """Return the mean over the map of the more likely class's probability."""
         return float(np.abs(self.maps[method] - 0.5).mean() + 0.5)
 
 
 def stationary_precision(
     curvature: Array, *, num_data: int, prior_precision: float, damping: float, sqrt_num_data: bool = False
 ) -> Array:
-    """N s*, the posterior precision that Algorithm 1 settles at on a quadratic.
+    """Return N s*, the posterior precision to which Algorithm 1 converges on a quadratic.
 
     Args:
         curvature: h, of the mean loss.
@@ -243,14 +226,14 @@ def compute_logistic(settings: Settings = Settings()) -> Logistic:  # noqa: B008
 
 
 def exact_predictive(points: Array, weights: Array, mass: Array) -> Array:
-    """p(y = 1) at each point, averaged over weights with these masses."""
+    """Return p(y = 1) at each point, averaged over weights with these masses."""
     likely = mass > 1e-9 * mass.max()
     mass = mass[likely] / mass[likely].sum()
     return np.concatenate([expit(part @ weights[likely].T) @ mass for part in np.array_split(points, 40)])
 
 
 def predictive(points: Array, q: Gaussian) -> Array:
-    """p(y = 1) at each point, averaged over a Gaussian of the weights."""
+    """Return p(y = 1) at each point, averaged over a Gaussian of the weights."""
     variance = ((points @ q.covariance) * points).sum(1)
     return np.asarray(expectation(expit, points @ q.mean, variance, tolerance=1e-6).value)
 
@@ -311,7 +294,7 @@ def _mode(loss: Loss, prior_precision: float) -> Array:
 
 
 def _mean_field(loss: Loss, prior_precision: float, start: Gaussian) -> Gaussian:
-    """The diagonal Gaussian of highest ELBO."""
+    """Find the diagonal Gaussian with the highest ELBO."""
 
     def negative_elbo(x: Array) -> tuple[float, Array]:
         omega, v = x[:2], np.exp(x[2:])
@@ -328,7 +311,7 @@ def _mean_field(loss: Loss, prior_precision: float, start: Gaussian) -> Gaussian
 
 
 def _with_sqrt_n(loss: Loss, settings: Settings, N: int) -> Gaussian:
-    """Algorithm 1 with the sqrt(N) of its derivation and without damping (and momentum)."""
+    """Run Algorithm 1 with the sqrt(N) of its derivation, without damping and without momentum."""
     generator = np.random.default_rng(settings.seed)
     omega, s = np.zeros(2), np.ones(2)
     for step in range(settings.bsam_steps):
@@ -350,7 +333,7 @@ def _with_sqrt_n(loss: Loss, settings: Settings, N: int) -> Gaussian:
 
 
 def _normal_nodes() -> tuple[Array, Array]:
-    """A grid on the plane, and the mass of a standard normal at its points."""
+    """Return a grid on the plane, and the mass of a standard normal at its points."""
     z = np.stack(np.meshgrid(*[np.linspace(-5, 5, 101)] * 2), -1).reshape(-1, 2)
     mass = np.exp(-(z**2).sum(1) / 2)
     return z, mass / mass.sum()
@@ -359,7 +342,7 @@ def _normal_nodes() -> tuple[Array, Array]:
 def _predicted_variances(
     loss: Loss, q: Gaussian, settings: Settings, damping: float, N: int, *, sqrt_n: bool = False
 ) -> tuple[Array, Array]:
-    """Of s*, for a quadratic of the mean curvature under q; and of s = delta + gamma + sqrt(s) E|g| around q's mean."""
+    """Return the variances of s*, with the mean curvature under q, and of s = delta + gamma + sqrt(s) E|g|."""
     h = np.diag(expectation(loss.hessian, q.mean, q.covariance, dim=2, tolerance=1e-6).value) / N
     options: Any = {"num_data": N, "prior_precision": settings.prior_precision, "damping": damping}
     z, weights = _normal_nodes()
@@ -371,7 +354,7 @@ def _predicted_variances(
 
 
 def draw_logistic(result: Logistic, figure: Figure) -> None:
-    """Figure 3: predictive probabilities, white where they are 0.5, lines at 0.1, 0.5 and 0.9."""
+    """Draw Figure 3: predictive probabilities, white where they are 0.5, with lines at 0.1, 0.5 and 0.9."""
     panels = figure.subplots(1, 4, sharey=True)
     for axes, method in zip(panels, ("exact", "bsam", "sam", "laplace"), strict=True):
         image = probability(axes, result.x, result.x, result.maps[method], result.features, result.labels)
@@ -382,7 +365,7 @@ def draw_logistic(result: Logistic, figure: Figure) -> None:
 
 
 def draw_posterior(result: Logistic, figure: Figure) -> None:
-    """Appendix F.1: data with decision boundaries, the exact posterior, and the shapes that the methods find."""
+    """Draw appendix F.1: data with decision boundaries, the exact posterior, and the Gaussians of the methods."""
     left, middle, right = figure.subplots(1, 3)
     scatter(left, result.features, result.labels)
     reach = np.array([-9.0, 9.0])

@@ -1,9 +1,9 @@
 """Two moons with a 2-24-12-12-1 network: bSAM, SAM, and SAM with a linearised Laplace approximation (appendix F.2).
 
-The settings are those of the authors' demo, as `bsam demo` has them. bSAM keeps the paper's beta2 = 0.999:
-with 1,000 steps its precision is then still partly its start, s = 1. With beta2 = 0.99, which was tried first, s falls
-to the damping, 0.1; for N = 100 that is a standard deviation of 0.3 for every weight, and steps that are ten times
-longer. What comes of it depends on the seed, so five of them are kept in the results, not in the picture.
+The settings are those of the authors' demo and of `bsam demo`. bSAM keeps the paper's beta2 = 0.999: after 1,000 steps
+its precision is still partly its initial value, s = 1. With beta2 = 0.99, which was tried first, s falls to the
+damping, 0.1. For N = 100 this is a standard deviation of 0.3 for every weight, and steps that are ten times longer. The
+result then depends on the seed, so the numbers, but not the picture, have five seeds.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import warnings
 from dataclasses import dataclass, replace
 from functools import cache
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from bsam.experiments.demo import Map, load_demo, moons
-from bsam.experiments.figures.style import probability
 from bsam.experiments.figures.threads import one_thread
+from bsam.experiments.style import probability
 
 __all__ = ["Moons", "compute_moons", "draw_moons"]
 
@@ -32,19 +31,14 @@ class Moons:
 
     maps: dict[str, Map]
     forgetful: tuple[float | None, ...]
-    """The training accuracy of `FORGETFUL`, by seed; None where training came to numbers that are not finite."""
+    """Training accuracy of `FORGETFUL` per seed; None if the training diverged."""
 
     def certain_far_away(self, method: str) -> float:
-        """Which share of the map outside the data's own box has a class of more than 95%."""
-        found = self.maps[method]
-        low, high = found.points.min(0).values.numpy() - 0.5, found.points.max(0).values.numpy() + 0.5
-        x, y = np.meshgrid(found.x.numpy(), found.y.numpy())
-        outside = (x < low[0]) | (x > high[0]) | (y < low[1]) | (y > high[1])
-        p = found.probability.numpy()[outside]
-        return float(np.mean(np.maximum(p, 1 - p) > 0.95))
+        """Return the share of the map outside the data's bounding box where a class has more than 95%."""
+        return self.maps[method].certain_far_away(0.95)
 
     def accuracy(self, method: str) -> float:
-        """Which share of the training points lies on its side of the map (at the grid's nearest point)."""
+        """Return the share of training points whose class is predicted at the nearest point of the grid."""
         return _accuracy(self.maps[method])
 
 
@@ -66,7 +60,9 @@ def compute_moons(epochs: int | None = None) -> Moons:
             {method: replace(config, epochs=epochs) for method, config in part.items()} for part in (configs, forgetful)
         )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "after .* steps", UserWarning)  # of the start in s: it is meant
+        warnings.filterwarnings(
+            "ignore", "after .* steps", UserWarning
+        )  # the initial value of s still counts, as intended
         maps = moons(replace(demo, moons=configs))
         accuracies: list[float | None] = []
         for seed in range(FORGETFUL_SEEDS):
@@ -78,7 +74,7 @@ def compute_moons(epochs: int | None = None) -> Moons:
 
 
 def draw_moons(result: Moons, figure: Figure) -> None:
-    """The three maps, white where the prediction is 0.5."""
+    """Draw the three maps, white where the prediction is 0.5."""
     panels = figure.subplots(1, 3, sharey=True)
     for axes, (method, title) in zip(panels, TITLES.items(), strict=True):
         found = result.maps[method]

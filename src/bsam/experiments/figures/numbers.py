@@ -29,7 +29,7 @@ __all__ = ["compute_numbers"]
 
 
 def compute_numbers() -> dict[str, Any]:
-    """Compute everything (what a figure has computed already is not computed again); a record for `write_json`."""
+    """Compute the record of all figures; results that a figure has computed before are used again."""
     begin = time.perf_counter()
     record = {
         "neighbourhood": of_neighbourhood(compute_neighbourhood()),
@@ -46,13 +46,13 @@ def compute_numbers() -> dict[str, Any]:
 
 
 def of_neighbourhood(result: Neighbourhood) -> dict[str, Any]:
-    """The three losses around one omega."""
+    """Return the three losses around one omega."""
     names = ("omega", "rho", "sigma", "max_loss", "expected_loss", "worst_expected_loss")
     return {name: _rounded(getattr(result, name)) for name in names}
 
 
 def of_smoothing(result: Smoothing) -> dict[str, Any]:
-    """How many minima are left."""
+    """Count the minima that are left."""
     return {
         "variances": result.variances.tolist(),
         "minima_of_expected_loss": [count_minima(curve) for curve in result.expected],
@@ -61,7 +61,7 @@ def of_smoothing(result: Smoothing) -> dict[str, Any]:
 
 
 def of_theorem_2(result: TheoremTwo) -> dict[str, Any]:
-    """The two minimisers, found independently, and where the theorem ends."""
+    """Return the two minimisers, found independently, and the rho where the theorem ends."""
     smooth = ~result.is_kink
     return {
         "centre": result.centre,
@@ -78,7 +78,7 @@ def of_theorem_2(result: TheoremTwo) -> dict[str, Any]:
 
 
 def of_logistic(result: Logistic) -> dict[str, Any]:
-    """Distances to exact Bayes, and the variances beside what s* = delta + gamma + h sqrt(2 / (pi N)) predicts."""
+    """Return distances to exact Bayes, and variances beside those of s* = delta + gamma + h sqrt(2 / (pi N))."""
     return {
         "settings": dataclasses.asdict(result.settings),
         "num_data": len(result.labels),
@@ -93,7 +93,7 @@ def of_logistic(result: Logistic) -> dict[str, Any]:
 
 
 def of_data_sets(result: DataSets) -> list[dict[str, Any]]:
-    """By prior, for the separable data sets and the others: how often who is too confident, and by how much."""
+    """Count, by prior and separability, how often each method is too confident, and by how much."""
     rows = []
     for prior_precision in result.confidence:
         for separable in (True, False):
@@ -114,7 +114,7 @@ def of_data_sets(result: DataSets) -> list[dict[str, Any]]:
 
 
 def of_relaxed(result: Relaxed) -> dict[str, Any]:
-    """Where the three learning rules end, and how much the variances still changed in the last quarter of the steps."""
+    """Return the ends of the three learning rules, and the change of the variances in the last quarter of the steps."""
     variances = {name: np.diagonal(trace.covariance, axis1=1, axis2=2) for name, trace in result.traces.items()}
     quarter = len(result.apparent_gap) // 4
     return {
@@ -130,7 +130,7 @@ def of_relaxed(result: Relaxed) -> dict[str, Any]:
 
 
 def of_moons(result: Moons) -> dict[str, Any]:
-    """How certain the methods are where there are no data, and how well they know the data."""
+    """Return how certain the methods are far from the data, and their accuracy on the data."""
     return {
         "certain_far_away": {name: _rounded(result.certain_far_away(name)) for name in result.maps},
         "training_accuracy": {name: _rounded(result.accuracy(name)) for name in result.maps},
@@ -141,5 +141,5 @@ def of_moons(result: Moons) -> dict[str, Any]:
 
 
 def _rounded(value: Array | float) -> Any:
-    """To six digits: more would change from machine to machine."""
+    """Round to six digits; further digits differ between machines."""
     return np.vectorize(lambda x: float(f"{x:.6g}"))(value).tolist()

@@ -1,4 +1,4 @@
-"""Max-loss against expected loss, and how variance smooths both (Figure 1 of the paper)."""
+"""Max-loss and expected loss, and how variance smooths both (Figure 1 of the paper)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy.optimize import brentq  # type: ignore[import-untyped]
 
-from bsam.experiments.figures.style import BLACK, BLUE, GRAY, GREEN, PURPLE, RED
+from bsam.experiments.style import BLACK, BLUE, GRAY, GREEN, PURPLE, RED
 from bsam.theory.fenchel import biconjugate, expected_negative_loss, max_loss, max_loss_in_ball, worst_case
 from bsam.theory.gaussian import Array, Univariate
 from bsam.theory.losses import Loss, Majorant, three_minima
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 MINIMA = {"A": -4.0, "B": 0.0, "C": 3.6}
-"""Of `bsam.theory.losses.three_minima`."""
+"""The minima of `bsam.theory.losses.three_minima`."""
 
 
 # -- one neighbourhood: maximum, expectation, worst expectation --------------------------------------------------------
@@ -39,49 +39,33 @@ MINIMA = {"A": -4.0, "B": 0.0, "C": 3.6}
 
 @dataclass(frozen=True)
 class Neighbourhood:
-    """What SAM, Bayes and relaxed Bayes make of the loss around one omega.
+    """The losses of SAM, Bayes and relaxed Bayes around one omega."""
 
-    Args:
-        theta: A grid.
-        loss: The loss there.
-        omega: The centre of ball and Gaussian.
-        rho: Radius of the ball.
-        sigma: Standard deviation of the Gaussian.
-        max_loss: The largest loss in the ball.
-        perturbation: Where it is, relative to omega.
-        expected_loss: -f(mu), under the Gaussian.
-        samples: Some theta drawn from it.
-        worst_expected_loss: -f**(mu), under the worst distribution with its mean and variance.
-        atoms: Where that distribution has its mass.
-        weights: How much.
-        majorant: A quadratic above the loss that touches it at the atoms: its expectation is -f**(mu).
-    """
-
-    theta: Array
-    loss: Array
-    omega: float
-    rho: float
-    sigma: float
-    max_loss: float
-    perturbation: float
-    expected_loss: float
-    samples: Array
-    worst_expected_loss: float
-    atoms: Array
-    weights: Array
-    majorant: Array
+    theta: Array  # a grid
+    loss: Array  # the loss on the grid
+    omega: float  # the centre of ball and Gaussian
+    rho: float  # radius of the ball
+    sigma: float  # standard deviation of the Gaussian
+    max_loss: float  # the largest loss in the ball
+    perturbation: float  # where the largest loss is, relative to omega
+    expected_loss: float  # -f(mu), under the Gaussian
+    samples: Array  # samples of the Gaussian
+    worst_expected_loss: float  # -f**(mu), under the worst distribution with the Gaussian's mean and variance
+    atoms: Array  # the points of the worst distribution
+    weights: Array  # their probabilities
+    majorant: Array  # a quadratic above the loss that touches it at the atoms; its expectation is -f**(mu)
 
 
 def compute_neighbourhood(
     omega: float = -1.6, rho: float = 1.2, sigma: float = 1.0, num_samples: int = 12, seed: int = 0
 ) -> Neighbourhood:
-    """Look at `three_minima` around omega, with a ball and with a Gaussian."""
+    """Compute the losses of `three_minima` around omega, with a ball and with a Gaussian."""
     loss, theta = three_minima(), np.linspace(-5.6, 5.6, 561)
     ball = max_loss_in_ball(loss, omega, rho)
     worst = worst_case(loss, Univariate(), omega, sigma**2)
     first, second = (float(part) for part in worst.natural)
     offset = float((loss(worst.atoms) + first * worst.atoms + second * worst.atoms**2).max())  # f*(lambda')
-    atoms = np.unique(worst.atoms.round(2))  # the search ends with several copies of each
+    atoms = np.unique(worst.atoms.round(2))  # the search returns several copies of each atom
     weights = np.array([worst.weights[np.abs(worst.atoms - atom) < 0.01].sum() for atom in atoms])
     return Neighbourhood(
         theta=theta,
@@ -101,7 +85,7 @@ def compute_neighbourhood(
 
 
 def draw_sam_vs_bayes(result: Neighbourhood, figure: Figure) -> None:
-    """Figure 1(a): max-loss in a ball on the left, expected loss under a Gaussian on the right."""
+    """Draw Figure 1(a): max-loss in a ball on the left, expected loss under a Gaussian on the right."""
     loss = three_minima()
     left, right = figure.subplots(1, 2, sharey=True)
     for axes in (left, right):
@@ -128,7 +112,7 @@ def _gaussian(axes: Axes, result: Neighbourhood) -> None:
 
 
 def draw_worst_case(result: Neighbourhood, figure: Figure) -> None:
-    """What f** is: the expected loss under the worst distribution with the Gaussian's mean and variance."""
+    """Draw f**: the expected loss under the worst distribution with the Gaussian's mean and variance."""
     axes = figure.subplots()
     axes.plot(result.theta, result.loss, color=GRAY, lw=2, label="loss")
     _gaussian(axes, result)
@@ -149,25 +133,17 @@ def draw_worst_case(result: Neighbourhood, figure: Figure) -> None:
 
 @dataclass(frozen=True)
 class Smoothing:
-    """A loss, its expectation and its relaxation for growing variances, as functions of the mean.
+    """A loss, its expectation and its relaxation for growing variances, as functions of the mean."""
 
-    Args:
-        omega: A grid.
-        loss: The loss there.
-        variances: v.
-        expected: -f(omega, v), (variances, grid).
-        relaxed: -f**(omega, v), (variances, grid).
-    """
-
-    omega: Array
-    loss: Array
-    variances: Array
-    expected: Array
-    relaxed: Array
+    omega: Array  # a grid
+    loss: Array  # the loss on the grid
+    variances: Array  # v
+    expected: Array  # -f(omega, v), (variances, grid)
+    relaxed: Array  # -f**(omega, v), (variances, grid)
 
 
 def compute_smoothing(variances: tuple[float, ...] = (0.02, 0.5, 2.0, 4.0), num_points: int = 441) -> Smoothing:
-    """Slices of -f and -f** of `three_minima` at some variances."""
+    """Compute -f and -f** of `three_minima` at some variances."""
     loss, omega, v = three_minima(), np.linspace(-5.6, 5.6, num_points), np.array(variances)
     f = expected_negative_loss(loss, omega, v[:, None]).value
     relaxed = biconjugate(loss, omega, v[:, None], tolerance=1e-3).value
@@ -175,7 +151,7 @@ def compute_smoothing(variances: tuple[float, ...] = (0.02, 0.5, 2.0, 4.0), num_
 
 
 def count_minima(values: Array, threshold: float = 1e-3) -> int:
-    """How many local minima a function on a grid has that a step of less than `threshold` does not leave."""
+    """Count the local minima of a function on a grid that are deeper than `threshold`."""
     found, falling, extreme = 0, False, float(values[0])
     for value in values[1:].tolist():
         if falling and value > extreme + threshold:
@@ -188,7 +164,7 @@ def count_minima(values: Array, threshold: float = 1e-3) -> int:
 
 
 def minima(grid: Array, values: Array) -> Array:
-    """The local minima inside a grid."""
+    """Return the local minima inside a grid."""
     inner = (values[1:-1] < values[:-2]) & (values[1:-1] <= values[2:])
     return grid[1:-1][inner]
 
@@ -200,7 +176,7 @@ def _name_minima(axes: Axes, theta: Array, curve: Array) -> None:
 
 
 def draw_smoothing(result: Smoothing, figure: Figure) -> None:
-    """Figure 1(b): loss, expected loss and relaxation for growing variances."""
+    """Draw Figure 1(b): loss, expected loss and relaxation for growing variances."""
     panels = figure.subplots(1, len(result.variances), sharey=True)
     for axes, v, expected, relaxed in zip(panels, result.variances, result.expected, result.relaxed, strict=True):
         axes.plot(result.omega, result.loss, color=GRAY, lw=1.5, label="loss")
@@ -222,46 +198,27 @@ def draw_smoothing(result: Smoothing, figure: Figure) -> None:
 
 @dataclass(frozen=True)
 class TheoremTwo:
-    """SAM's objective beside the relaxation that has the same minimiser, and how far this goes.
+    """SAM's objective, the relaxation with the same minimiser, and the rho for which this holds."""
 
-    Args:
-        theta: A grid.
-        centre: Of the regulariser, delta/2 (theta - centre)^2.
-        delta: Its strength.
-        rho: Radius of SAM's ball.
-        sigma: Of the relaxation, by Theorem 2.
-        regularised: Loss and regulariser on the grid.
-        bayes: E_Bayes with this sigma.
-        sam: E_SAM.
-        relaxed: E_relaxed, without the constant in log Z.
-        sam_minimiser: Global, on the grid and then exactly.
-        relaxed_minimiser: The same of E_relaxed, found without knowing the other.
-        radii: Further rho.
-        sam_minimisers: For each, the minimiser of E_SAM near B.
-        is_kink: Whether two perturbations attain the maximum there.
-        relaxed_minimisers: For each, the minimiser near B of E_relaxed with the sigma of Theorem 2; nan at a kink,
-            where the theorem gives none.
-    """
-
-    theta: Array
-    centre: float
-    delta: float
-    rho: float
-    sigma: float
-    regularised: Array
-    bayes: Array
-    sam: Array
-    relaxed: Array
-    sam_minimiser: float
-    relaxed_minimiser: float
-    radii: Array
-    sam_minimisers: Array
-    is_kink: NDArray[np.bool_]
-    relaxed_minimisers: Array
+    theta: Array  # a grid
+    centre: float  # centre of the regulariser delta/2 (theta - centre)^2
+    delta: float  # strength of the regulariser
+    rho: float  # radius of SAM's ball
+    sigma: float  # sigma of the relaxation, by Theorem 2
+    regularised: Array  # loss and regulariser on the grid
+    bayes: Array  # E_Bayes with this sigma
+    sam: Array  # E_SAM
+    relaxed: Array  # E_relaxed, without the constant in log Z
+    sam_minimiser: float  # global minimiser of E_SAM
+    relaxed_minimiser: float  # global minimiser of E_relaxed, found without the one of E_SAM
+    radii: Array  # more values of rho
+    sam_minimisers: Array  # per radius: the minimiser of E_SAM near B
+    is_kink: NDArray[np.bool_]  # per radius: whether two perturbations attain the maximum at the minimiser
+    relaxed_minimisers: Array  # per radius: the minimiser near B of E_relaxed with Theorem 2's sigma; nan at a kink
 
 
 def recentred(loss: Loss, centre: float) -> Loss:
-    """theta -> loss(theta + centre): the theory's regulariser delta/2 theta^2 then is one around `centre`."""
+    """Return theta -> loss(theta + centre), so that the regulariser delta/2 theta^2 is centred at `centre`."""
     bound = loss.majorant
     if bound is not None:  # a quadratic and a linear part, moved
         a, b = float(bound.curvature), float(bound.linear)
@@ -288,7 +245,7 @@ def compute_theorem_2(
     sam = sam_objective(loss, x, rho, delta)
     solution, eps = _sam_minimiser(loss, x, rho, delta)
     sigma = relaxation_of_sam(loss, solution, eps, delta).sigma
-    relaxed = max_loss(loss, x, 1 / sigma**2).value + delta / 2 * x**2
+    relaxed = _relaxed_objective(loss, x, sigma, delta)
     best = _stationary(loss, x[relaxed.argmin()], sigma, delta)
     near = np.linspace(-1.2, 1.2, 241) - centre
     radii = np.linspace(0.05, 1.2, num_radii)
@@ -298,7 +255,7 @@ def compute_theorem_2(
         try:
             s = relaxation_of_sam(loss, m, e, delta).sigma
             kinks.append(False)
-            others.append(_stationary(loss, _relaxed_minimum(loss, near, s, delta), s, delta))
+            others.append(_stationary(loss, near[_relaxed_objective(loss, near, s, delta).argmin()], s, delta))
         except ValueError:
             kinks.append(True)
             others.append(np.nan)
@@ -322,7 +279,7 @@ def compute_theorem_2(
 
 
 def _sam_minimiser(loss: Loss, grid: Array, rho: float, delta: float) -> tuple[float, float]:
-    """The minimiser of E_SAM and its perturbation: on the grid, then where the slope changes its sign."""
+    """Find the minimiser of E_SAM and its perturbation: on the grid, then where the slope changes its sign."""
     i = int(np.clip(sam_objective(loss, grid, rho, delta).value.argmin(), 1, len(grid) - 2))
     fine = np.linspace(grid[i - 1], grid[i + 1], 401)
     values, eps = sam_objective(loss, fine, rho, delta, resolution=0.005)
@@ -337,13 +294,12 @@ def _sam_minimiser(loss: Loss, grid: Array, rho: float, delta: float) -> tuple[f
     return float(fine[i]), float(eps[i])
 
 
-def _relaxed_minimum(loss: Loss, grid: Array, sigma: float, delta: float) -> float:
-    values = max_loss(loss, grid, 1 / sigma**2).value + delta / 2 * grid**2
-    return float(grid[values.argmin()])
+def _relaxed_objective(loss: Loss, grid: Array, sigma: float, delta: float) -> Array:
+    return max_loss(loss, grid, 1 / sigma**2).value + delta / 2 * grid**2
 
 
 def _stationary(loss: Loss, start: float, sigma: float, delta: float) -> float:
-    """The minimum of E_relaxed near `start`, by the change of sign of its slope, delta m + eps / sigma^2."""
+    """Find the minimum of E_relaxed near `start`, where its slope delta m + eps / sigma^2 changes its sign."""
 
     def slope(m: float) -> float:
         return float(delta * m + max_loss(loss, m, 1 / sigma**2).perturbation / sigma**2)
@@ -353,7 +309,7 @@ def _stationary(loss: Loss, start: float, sigma: float, delta: float) -> float:
 
 
 def draw_theorem_2(result: TheoremTwo, figure: Figure) -> None:
-    """The star of Figure 1(b): SAM's minimiser is the relaxation's; and for which rho this holds."""
+    """Draw the star of Figure 1(b): SAM and the relaxation have one minimiser; and the rho for which this holds."""
     left, right = figure.subplots(1, 2, width_ratios=[1.5, 1])
     left.plot(result.theta, result.regularised, color=GRAY, lw=1.5, label="loss + regulariser")
     left.plot(result.theta, result.bayes, color=BLUE, lw=1.8, label=f"E_Bayes, sigma² = {result.sigma**2:.2f}")
@@ -376,13 +332,7 @@ def draw_theorem_2(result: TheoremTwo, figure: Figure) -> None:
         result.radii, result.relaxed_minimisers, color=GREEN, lw=2, ls="--", label="of E_relaxed, Theorem 2's sigma"
     )
     if result.is_kink.any():
-        right.axvspan(
-            result.radii[result.is_kink].min(),
-            result.radii[-1],
-            color=GRAY,
-            alpha=0.25,
-            lw=0,
-            label="two worst eps: a kink",
-        )
+        first = result.radii[result.is_kink].min()
+        right.axvspan(first, result.radii[-1], color=GRAY, alpha=0.25, lw=0, label="two worst eps: a kink")
     right.set(xlabel="rho", ylabel="minimiser near B")
     right.legend(fontsize=8)

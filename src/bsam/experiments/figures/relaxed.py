@@ -1,4 +1,4 @@
-"""Relaxed Bayes against Bayes, both solved with full covariance, and the gap between them (appendix F.3)."""
+"""Relaxed Bayes and Bayes, both with full covariance, and the gap between them (appendix F.3)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from bsam.experiments.figures.style import BLUE, GRAY, GREEN, RED, ellipse
+from bsam.experiments.style import BLUE, GRAY, GREEN, RED, ellipse
 from bsam.theory.fenchel import expected_negative_loss
 from bsam.theory.gaussian import Array
 from bsam.theory.losses import logistic_regression, separable_data
@@ -22,28 +22,19 @@ TITLES = {"bayes": "Bayes, f", "relaxed": "relaxed Bayes, f** to 1e-5", "sampled
 
 @dataclass(frozen=True)
 class Relaxed:
-    """The learning rule along f, along f**, and along what L tangents at samples of q take for f**.
+    """The learning rule for f, for f**, and for f** approximated by L tangents at samples of q."""
 
-    Args:
-        traces: By objective.
-        gaps: f - f** along the way, with f** to its tolerance.
-        apparent_gap: f minus the value of the program with L sampled tangents, along the third way.
-        num_tangents: L.
-        weights: Grid of both weights.
-        density: Of the exact posterior, not normalised, (w_2, w_1).
-    """
-
-    traces: dict[str, Trace]
-    gaps: dict[str, Array]
-    apparent_gap: Array
-    num_tangents: int
-    weights: Array
-    density: Array
+    traces: dict[str, Trace]  # by objective
+    gaps: dict[str, Array]  # f - f** per step, with f** computed to its tolerance
+    apparent_gap: Array  # the third rule's f - f** per step, with f** approximated by L sampled tangents
+    num_tangents: int  # L, the number of sampled tangents
+    weights: Array  # grid of both weights
+    density: Array  # exact posterior on the grid, not normalised, (w_2, w_1)
 
 
 @cache
 def compute_relaxed(num_steps: int = 120, num_tangents: int = 64, learning_rate: float = 0.5) -> Relaxed:
-    """Run the three on `separable_data`, prior N(0, I), from the prior."""
+    """Run the three learning rules on `separable_data`, with prior N(0, I), starting at the prior."""
     loss = logistic_regression(*separable_data())
     run = partial(bayesian_learning_rule, loss, prior_precision=1.0, learning_rate=learning_rate, num_steps=num_steps)
     traces = {
@@ -72,7 +63,7 @@ def compute_relaxed(num_steps: int = 120, num_tangents: int = 64, learning_rate:
 
 
 def draw_relaxed(result: Relaxed, figure: Figure) -> None:
-    """Posteriors on the left; on the right what the relaxation costs along the iterations."""
+    """Draw the posteriors on the left, and the gap of the relaxation per iteration on the right."""
     left, right = figure.subplots(1, 2)
     left.contour(
         result.weights, result.weights, result.density, levels=[0.1, 0.3, 0.5, 0.7, 0.9], colors=GRAY, linewidths=0.7

@@ -1,4 +1,4 @@
-"""One thread for torch while something small is computed."""
+"""One torch thread for small computations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["one_thread"]
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Tensors of a few numbers do not gain from threads, and on a busy machine waiting for them costs minutes.
+    """Let torch use one thread: small tensors gain nothing from more, and waiting on a busy machine costs minutes.
 
-    It is a decorator too: `@one_thread()`.
+    Also a decorator: `@one_thread()`.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

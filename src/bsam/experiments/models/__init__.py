@@ -14,11 +14,10 @@
 
 All are classifiers that return logits (batch, num_classes). As in Möllenhoff and Khan (2023), "SAM as an Optimal
 Relaxation of Bayes", ICLR, appendix G.1, the categorical distribution is a minimal exponential family: the network has
-one output less than there are classes. The last logit is the constant 0, and the model appends it itself (`mlp_elu`
-excepted).
+one output less than there are classes. The last logit is the constant 0, which the model appends (`mlp_elu` does not).
 
-The paper does not say everything about its networks. Where it is silent the authors' released code decides; each
-network's docstring says what comes from where.
+The paper does not describe its networks completely. The rest is as in the authors' released code; the docstring of each
+network says which part is from where.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ MODELS: dict[str, Callable[[int, tuple[int, ...], torch.Generator | None], nn.Mo
     "resnet18": resnet18,
     "moons_mlp": partial(mlp, (24, 12, 12)),
 }
-"""Name, and the function of (num_classes, image_shape, generator) that builds it."""
+"""By name, the function of (num_classes, image_shape, generator) that builds the network."""
 
 
 def make_model(name: str, *, num_classes: int, image_shape: tuple[int, ...], seed: int | None = None) -> nn.Module:
-    """A network with its initial weights, on the CPU whatever the default device.
+    """Make a network with its initial weights, always on the CPU.
 
     Args:
         name: One of `MODELS`.
-        num_classes: How many logits it returns, the constant last one included.
+        num_classes: Number of logits that the network returns, with the constant last one.
         image_shape: The shape of one input: (channels, height, width), or for an MLP any shape.
-        seed: Of the initial weights, which a generator of their own then draws; torch's global one stays as it was.
-            None: the global one draws them.
+        seed: Seed of a generator for the initial weights; torch's global generator is not changed. None: the global
+            generator draws them.
 
     >>> make_model("mlp", num_classes=10, image_shape=(1, 28, 28), seed=0)(torch.zeros(5, 1, 28, 28)).shape
     torch.Size([5, 10])
@@ -64,8 +63,8 @@ def make_model(name: str, *, num_classes: int, image_shape: tuple[int, ...], see
     if name not in MODELS:
         raise ValueError(f"name={name!r} must be one of {', '.join(MODELS)}.")
     if num_classes < 2:
-        raise ValueError(f"num_classes={num_classes} must be at least 2: a classifier has a choice to make.")
+        raise ValueError(f"num_classes={num_classes} must be at least 2: a classifier needs two classes.")
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    # Torch's layers first draw weights from the global generator, which ours replace: hence the fork.
+    # torch's layers draw weights from the global generator before ours replace them: hence the fork.
     with torch.device("cpu"), torch.random.fork_rng(devices=[], enabled=seed is not None):
         return MODELS[name](num_classes, image_shape, generator)

@@ -1,4 +1,4 @@
-"""What the networks have in common: the initial weights, the constant logit, and the check of the image's shape."""
+"""Shared parts of the networks: initial weights, the constant logit, and the check of the image's shape."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Rectifiers", ICCV, ask for in front of a ReLU. The number is the standard deviat
 
 
 class AppendZero(nn.Module):
-    """Appends the last class's logit, the constant 0, to the learned logits of the others."""
+    """Appends the logit of the last class, the constant 0, to the learned logits."""
 
     def forward(self, logits: Tensor) -> Tensor:
         """(batch, K - 1) -> (batch, K)."""
@@ -41,7 +41,7 @@ def initialise(model: nn.Module, scale: float, generator: torch.Generator | None
 
 
 def image_size(name: str, image_shape: tuple[int, ...], smallest: int) -> tuple[int, int, int]:
-    """Channels, height and width, or an error that says what network `name` needs."""
+    """Return channels, height and width, or raise an error that says what the network `name` needs."""
     if len(image_shape) != 3 or min(image_shape[1:]) < smallest:
         raise ValueError(
             f"image_shape={image_shape}: {name} needs (channels, height, width) of at least {smallest} x {smallest} "

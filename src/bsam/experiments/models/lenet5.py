@@ -16,12 +16,8 @@ def lenet5(num_classes: int, image_shape: tuple[int, ...], generator: torch.Gene
     LeCun, Bottou, Bengio and Haffner (1998), "Gradient-Based Learning Applied to Document Recognition", Proceedings of
     the IEEE, section II.B. Möllenhoff and Khan (2023), appendix G.1, say no more than that its activations are ReLU.
     The rest is as in the authors' code: three 5x5 convolutions that keep the size, each with 3x3 max-pooling of stride
-    2 without padding, and 64 hidden units. Ours are the initial weights: `LECUN`, biases 0.
-
-    Args:
-        num_classes: How many logits it returns.
-        image_shape: (channels, height, width), at least 15 x 15 pixels.
-        generator: Of the initial weights; None is torch's global one.
+    2 without padding, and 64 hidden units. Ours are the initial weights: `LECUN`, biases 0. An image needs at least
+    15 x 15 pixels. The arguments are explained in `make_model`.
     """
     channels, height, width = image_size("lenet5", image_shape, smallest=15)
     layers: list[nn.Module] = []

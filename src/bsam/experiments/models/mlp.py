@@ -21,13 +21,7 @@ def mlp(
     Möllenhoff and Khan (2023) print 784-500-300-9 with ReLU for MNIST (appendix G.1) and 2-24-12-12-1 for two moons
     (appendix F.2). Their code differs (`mlp_elu` for MNIST, another network for two moons): these are as printed, with
     initial weights `LECUN` and biases 0, of which the paper says nothing. With two classes the one learned logit is
-    that of class 0.
-
-    Args:
-        hidden: The sizes of the hidden layers.
-        num_classes: How many logits it returns.
-        image_shape: The shape of one input, which is flattened.
-        generator: Of the initial weights; None is torch's global one.
+    that of class 0. `hidden` has the sizes of the hidden layers; the other arguments are explained in `make_model`.
     """
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in itertools.pairwise((math.prod(image_shape), *hidden)):
@@ -38,7 +32,7 @@ def mlp(
 
 
 def mlp_elu(num_classes: int, image_shape: tuple[int, ...], generator: torch.Generator | None = None) -> nn.Sequential:
-    """The network for MNIST of the authors' code: 784-500-300-10 with ELU, and biases that start at 0.05."""
+    """Make the network of the authors' code for MNIST: 784-500-300-10 with ELU, and biases that start at 0.05."""
     layers = list(mlp((500, 300), num_classes + 1, image_shape, generator))[:-1]  # one more output, no constant logit
     for layer in layers:
         if isinstance(layer, nn.Linear):

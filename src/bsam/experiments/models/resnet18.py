@@ -13,7 +13,7 @@ __all__ = ["resnet18"]
 
 
 def conv_norm(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
-    """A convolution without bias, and BatchNorm with the decay .9 and eps 1e-5 of the authors' code."""
+    """Make a convolution without bias, and BatchNorm with the decay .9 and eps 1e-5 of the authors' code."""
     conv = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
     return nn.Sequential(OrderedDict(conv=conv, norm=nn.BatchNorm2d(outputs, eps=1e-5, momentum=0.1)))
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
         self.shortcut = nn.Identity() if inputs == outputs else conv_norm(inputs, outputs, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """ReLU of the sum of both ways."""
+        """Return the ReLU of the sum of both paths."""
         return torch.relu(self.residual(x) + self.shortcut(x))
 
 
@@ -41,12 +41,8 @@ def resnet18(num_classes: int, image_shape: tuple[int, ...], generator: torch.Ge
     He, Zhang, Ren and Sun (2016), "Deep Residual Learning for Image Recognition", CVPR, table 1: four stages of two
     blocks with 64, 128, 256 and 512 channels. Möllenhoff and Khan (2023) say no more than "ResNet-18". The rest is as
     in the authors' code: the stem, the BatchNorm settings, and initial weights `LECUN`, but 0 in the last layer. So all
-    classes are equally likely at the start, and the first gradient is 0 in all layers but the last.
-
-    Args:
-        num_classes: How many logits it returns.
-        image_shape: (channels, height, width).
-        generator: Of the initial weights; None is torch's global one.
+    classes are equally likely at the start, and the first gradient is 0 in all layers but the last. The arguments are
+    explained in `make_model`.
     """
     channels, _, _ = image_size("resnet18", image_shape, smallest=1)
     blocks: list[nn.Module] = []

@@ -1,4 +1,4 @@
-"""ResNet-20 with filter response normalisation: no statistics over the batch, so it can be vmapped over weights."""
+"""ResNet-20 with filter response normalisation. It has no batch statistics, so it can be vmapped over weights."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class FilterResponseNorm(nn.Module):
         y = gamma * x / sqrt(nu2 + eps) + beta
         z = max(y, tau)
 
-    All is computed in float32, or float64 for such inputs, and returned in the input's type: a square overflows in
-    float16, and bfloat16 would leave two digits of the mean.
+    Everything is computed in float32, or in float64 for inputs in float64, and returned in the input's type: a square
+    overflows in float16, and the mean would have two digits in bfloat16.
 
     Args:
         channels: Each has its own gamma (1 at the start), beta and tau (0).
-        eps: Keeps the root away from 0. It is not learned: the paper does so only where a channel has a single pixel.
+        eps: Keeps the root away from 0. It is not learned: the paper learns it only if a channel has a single pixel.
     """
 
     def __init__(self, channels: int, eps: float = 1e-6) -> None:
@@ -64,19 +64,19 @@ class FilterResponseNorm(nn.Module):
         self.tau = nn.Parameter(torch.zeros(channels))
 
     def forward(self, inputs: Tensor, bias: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
-        """The normalised and thresholded inputs + bias, and skip added to them: one pass over memory for all three."""
+        """Normalise and threshold inputs + bias, and add skip, in one pass over memory."""
         bias = torch.zeros_like(self.gamma) if bias is None else bias
         vectors = bias, self.gamma, self.beta, self.tau
         outputs: Tensor = _Normalise.apply(inputs, *vectors, skip, self.eps)[0]  # type: ignore[no-untyped-call]
         return outputs
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
+        """Return the text that `print(model)` shows."""
         return f"{len(self.gamma)}, eps={self.eps}"
 
 
 class ConvFRN(nn.Module):
-    """A convolution with bias, and its normalisation and activation."""
+    """A convolution with bias, its normalisation and its activation."""
 
     def __init__(self, inputs: int, outputs: int, size: int, stride: int = 1) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class ConvFRN(nn.Module):
         self.norm = FilterResponseNorm(outputs)
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
-        """The activations, and skip added to them."""
+        """Return the activations plus skip."""
         conv = self.conv
         out: Tensor = self.norm(F.conv2d(x, conv.weight, None, conv.stride, conv.padding), conv.bias, skip)
         return out
@@ -103,7 +103,7 @@ class Block(nn.Module):
         self.shortcut = nn.Identity() if inputs == outputs else ConvFRN(inputs, outputs, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum of both ways; no activation follows it."""
+        """Return the sum of both paths; no activation follows."""
         first, second = self.residual
         out: Tensor = second(first(x), skip=self.shortcut(x))
         return out
@@ -120,11 +120,7 @@ def resnet20_frn(
     rest is as in the authors' code: convolutions have biases; each one, the second of a block and the shortcut's
     included, is followed by `FilterResponseNorm` with a threshold of its own, and nothing follows the addition; the
     average is over 8 x 8 pixels, so that a 64 x 64 image has 4 x 64 features. The initial weights are `HE`, biases 0.
-
-    Args:
-        num_classes: How many logits it returns.
-        image_shape: (channels, height, width), at least 29 x 29 pixels.
-        generator: Of the initial weights; None is torch's global one.
+    An image needs at least 29 x 29 pixels. The arguments are explained in `make_model`.
     """
     channels, height, width = image_size("resnet20_frn", image_shape, smallest=29)
     blocks: list[nn.Module] = []

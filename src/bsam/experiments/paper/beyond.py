@@ -1,4 +1,4 @@
-"""Rows beyond the paper: runs of ours that stand under its own in a block of a table, see `beyond.toml`."""
+"""Rows of ours, which the paper does not have: they are below its rows in a block of a table, see `beyond.toml`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from bsam.experiments.config import FIELDS, Precision
+from bsam.experiments.config import FIELDS, DtypeName
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import METRICS, PAPER_SAMPLES, PaperBlock, PaperRow, PaperTable, paper_tables
 
-__all__ = ["Beyond", "all_tables", "beyond", "contents", "own_precision", "settings_line"]
+__all__ = ["Beyond", "all_tables", "beyond", "contents", "own_dtype", "settings_line"]
 
 _SHARED = (
     "dataset",
@@ -25,7 +25,7 @@ _SHARED = (
     "augment",
     "drop_last",
 )
-"""What the runs of a block have in common, if a row does not change it."""
+"""Settings that all runs of a block share, unless a row changes them."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class Beyond:
     block: str
     label: str
     about: str
-    """Where its settings are from."""
+    """Source of its settings."""
     like: str | None
-    """The label of the paper's row whose numbers it stands beside."""
-    precision: Precision | None
-    """The one it is about, and is run in."""
+    """Label of the paper's row that it is compared with."""
+    dtype: DtypeName | None
+    """The dtype of the gradients that the row is about, and is run in."""
 
 
 def contents() -> dict[str, dict[str, Any]]:
-    """What `beyond.toml` holds, by preset."""
+    """Return the contents of `beyond.toml`, by preset."""
     rows = {}
     text = (files("bsam.experiments.paper") / "beyond.toml").read_text(encoding="utf-8")
     for name, row in tomllib.loads(text).items():
@@ -63,7 +63,7 @@ def contents() -> dict[str, dict[str, Any]]:
 
 @cache
 def beyond() -> dict[str, Beyond]:
-    """Our rows, by preset; one without settings is still to be tuned, and left out."""
+    """Return our rows by preset, without rows whose settings are not chosen yet."""
     return {
         name: Beyond(
             name,
@@ -81,7 +81,7 @@ def beyond() -> dict[str, Beyond]:
 
 @cache
 def all_tables() -> dict[str, PaperTable]:
-    """The paper's tables, with our rows at the end of their blocks."""
+    """Return the paper's tables, with our rows at the end of their blocks."""
     return {
         name: replace(table, blocks=tuple(_extended(name, block) for block in table.blocks))
         for name, table in paper_tables().items()
@@ -98,13 +98,13 @@ def _extended(table: str, block: PaperBlock) -> PaperBlock:
     return replace(block, rows=(*block.rows, *ours))
 
 
-def own_precision(name: str) -> Precision | None:
-    """The precision that a row of ours is about; None if it is about something else, or the paper's."""
-    return beyond()[name].precision if name in beyond() else None
+def own_dtype(name: str) -> DtypeName | None:
+    """Return the dtype that a row of ours is about; None if it is about something else, or one of the paper's."""
+    return beyond()[name].dtype if name in beyond() else None
 
 
 def settings_line(name: str) -> str:
-    """A row of ours in a sentence: where its settings are from, and those that not all of its block have."""
+    """Describe a row of ours: the source of its settings, and the settings that other rows of its block do not have."""
     row, config, changed = beyond()[name], preset(name), contents()[name]["settings"]
     if row.like:
         return (

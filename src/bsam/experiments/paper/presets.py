@@ -1,8 +1,8 @@
 """Presets: the settings of each run of the paper, as TOML files in `presets/`.
 
-`table1/cifar10/bsam` is the row "bSAM" of the block CIFAR-10 in the paper's first table of results. Table 3 (without
-noise) and 5 (m-sharpness) are rows of their own; table 4 evaluates runs of table 1. `here/cifar10/ivon` is a row of
-ours that stands in the paper's tables. `digits/...` needs no download.
+`table1/cifar10/bsam` is the row "bSAM" of the block CIFAR-10 in the paper's first table of results. Tables 3 (without
+noise) and 5 (m-sharpness) have presets of their own; table 4 evaluates runs of table 1. `here/cifar10/ivon` is a row
+of ours in the paper's tables. `digits/...` needs no download.
 
 The files are generated, by `python -m tools.presets` in the repository.
 """
@@ -21,22 +21,19 @@ FOLDER = Path(__file__).parent / "presets"
 
 
 def preset_names() -> list[str]:
-    """All presets, sorted."""
+    """Return the names of all presets, sorted."""
     names = [path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.toml")]
-    return sorted(names, key=lambda name: [re.sub(r"\d+", _padded, part) for part in name.split("/")])
-
-
-def _padded(number: re.Match[str]) -> str:
-    return number[0].zfill(3)  # bsam-2 comes before bsam-16
+    # bsam-2 comes before bsam-16
+    return sorted(names, key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(3), name).split("/"))
 
 
 def preset(name: str) -> Config:
-    """The configuration of a preset."""
+    """Return the settings of a preset."""
     return from_file(_path(name))
 
 
 def preset_title(name: str) -> str:
-    """Which run of the paper a preset is: the first line of its file."""
+    """Return the first line of a preset's file, which says which run of the paper it is."""
     return _path(name).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 

@@ -1,4 +1,4 @@
-"""The paper's results as data: every number of its six tables, as printed."""
+"""The paper's results as data: every number of its six tables, as printed, and the margins of its blocks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ __all__ = [
     "PaperRow",
     "PaperTable",
     "Published",
+    "margins",
     "paper_tables",
 ]
 
 METRICS = ("accuracy", "nll", "ece", "auroc")
-"""In the order of the tables."""
+"""The metrics, in the order of the tables."""
 PAPER_SEEDS = 5
 PAPER_SAMPLES = 32
-"""Samples of the posterior behind a number, where a table does not say otherwise."""
+"""Number of posterior samples, if a table does not say another number."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,11 @@ class Published:
     mean: float
     sd: float | None
     printed: str
-    """With the digits it was printed with."""
+    """The text as printed."""
 
     @property
     def rounding(self) -> float:
-        """Half a unit of the mean's last printed digit: 0.005 for 86.55."""
+        """Return half a unit of the mean's last printed digit: 0.005 for 86.55."""
         mean, _, _ = self.printed.partition(" ")
         _, _, decimals = mean.partition(".")
         return 0.5 * 10.0 ** -len(decimals)
@@ -56,7 +57,7 @@ class PaperRow:
 
 @dataclass(frozen=True)
 class PaperBlock:
-    """The rows that stand together, and are compared with each other."""
+    """Rows that are compared with each other."""
 
     name: str
     title: str
@@ -74,7 +75,7 @@ class PaperTable:
 
 @cache
 def paper_tables() -> dict[str, PaperTable]:
-    """The six tables, by name: table1 to table6."""
+    """Return the six tables by name: table1 to table6."""
     content = tomllib.loads((files("bsam.experiments.paper") / "results.toml").read_text())
     return {
         name: PaperTable(
@@ -94,3 +95,9 @@ def _row(label: str, preset: str, *rest: Any) -> PaperRow:
 def _published(printed: str) -> Published:
     mean, _, sd = printed.partition(" ")
     return Published(float(mean), float(sd.strip("()")) if sd else None, printed)
+
+
+@cache
+def margins() -> dict[str, dict[str, dict[str, float]]]:
+    """Return the margins of `margins.toml` by table, block and metric: differences up to a margin are called equal."""
+    return tomllib.loads((files("bsam.experiments.paper") / "margins.toml").read_text(encoding="utf-8"))

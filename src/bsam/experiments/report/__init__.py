@@ -1,1 +1,1 @@
-"""Report pages: one self-contained HTML file, without network."""
+"""Report pages: self-contained HTML files that need no network."""

@@ -1,4 +1,4 @@
-"""Pages made of templates: one file each, which asks the network for nothing."""
+"""Writing a page from a template: one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _TEMPLATES = jinja2.Environment(
 
 
 def write_page(path: Path, template: str, *, script: str | None = None, **values: Any) -> Path:
-    """Fill in a template of this folder and write the page, with its folder if need be.
+    """Fill in a template of this folder and write the page; its folder is made if it does not exist.
 
-    A page that is there is replaced in one go, or stays; a link is replaced, and what it leads to is not touched. All
-    values are escaped, and a browser runs no script but the one in the file `script` of this folder.
+    An existing page is replaced in one step, or stays as it is. A link is replaced, and its target is not touched. All
+    values are escaped, and a browser runs only the script in the file `script` of this folder.
     """
     text = (Path(__file__).parent / script).read_text(encoding="utf-8") if script else ""
     sha256 = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,8 +1,8 @@
 """The page of `bsam report`: the paper's tables beside ours, diagrams, curves, and the figures of the theory.
 
-It is made of records alone, files of `results/`: `runs/PRESET/seedK.json`, `sweep_*.json`, `ablate_*.json`,
-`tuning_cifar10.json`, `demo.json` and `figures.json`. What is not there is shown as missing, with the command that
-makes it.
+The page shows only records, files of `results/`: `runs/PRESET/seedK.json`, `sweep_*.json`, `ablate_*.json`,
+`tuning_cifar10.json`, `demo.json` and `figures.json`. A missing record is shown as missing, with the command that makes
+it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,14 @@ from bsam.experiments import demo
 from bsam.experiments.comparison import TABLES, TESTED_SEEDS, Block, Cell, Comparison, Mark, Row, compare
 from bsam.experiments.config import from_mapping
 from bsam.experiments.methods import METHODS
+from bsam.experiments.metric_columns import DECIMALS, TITLES, number
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import PAPER_SEEDS
 from bsam.experiments.record import read_json
-from bsam.experiments.recorded import recorded
+from bsam.experiments.recorded_runs import recorded
 from bsam.experiments.report.diagrams import draw_curves, draw_reliability
 from bsam.experiments.report.page import write_page
-from bsam.experiments.reproduce.show import (
-    TITLES,
-    number,
-    scale_note,
-    scale_notes,
-    settings_notes,
-    tuning_rows,
-    tuning_sentence,
-)
+from bsam.experiments.reproduce.show import scale_note, scale_notes, settings_notes, tuning_rows, tuning_sentence
 from bsam.experiments.reproduce.studies import ABLATIONS, Study, sweep_rho
 
 __all__ = ["write_paper_page"]
@@ -53,19 +46,19 @@ _MARKS: dict[Mark, tuple[str, str]] = {
     "reduced": ("◐", "Fewer epochs than the paper's, fewer than three seeds, or (tiny) other data: not judged."),
     "not run": ("–", "Not run yet."),
 }
-"""Symbol and meaning; `bsam.experiments.comparison` decides which one a cell has."""
+"""Symbol and meaning of each mark; `bsam.experiments.comparison` decides which mark a cell has."""
 
 
 @dataclass(frozen=True)
 class _Number:
-    """A cell as it is shown."""
+    """A cell of the page."""
 
     value: float | None
-    """To sort by; None where there is no number."""
+    """The number to sort by, or None."""
     ours: str
     paper: str = ""
     mark: Mark | None = None
-    """None where the paper has no such number."""
+    """None if the paper does not print this number."""
     difference: str = ""
     words: str = ""
     """The mark in words."""
@@ -74,13 +67,13 @@ class _Number:
 
 @dataclass(frozen=True)
 class _Line:
-    """A row as it is shown: numbers, and under them what was run."""
+    """A row of the page: numbers, and below them a description of the runs."""
 
     name: str
     cells: list[_Number]
     about: str = ""
     note: str = ""
-    """What it has less than the paper's."""
+    """What it has less than the paper's runs."""
     command: str = ""
     ran: bool = True
 
@@ -117,7 +110,7 @@ def write_paper_page(path: Path, records: Path, figures: Path) -> Path:
 
 
 def _beside(records: Path, name: str) -> dict[str, Any] | None:
-    """Another record: beside the folder of the runs as in `results/`, or in it, where a study's --records puts it."""
+    """Read another record: beside the folder of the runs as in `results/`, or inside, where --records puts a study."""
     return next((read_json(path) for path in (records / name, records.parent / name) if path.is_file()), None)
 
 
@@ -153,7 +146,7 @@ def _line(row: Row) -> _Line:
     if row.preset and not METHODS[preset(row.preset).method].is_point:
         parts.append(_count(row.samples, "posterior sample"))
     if row.seconds is not None:
-        parts.append(f"{_duration(row.seconds)} a run")
+        parts.append(f"{_duration(row.seconds)} per run")
     return _Line(row.label, cells, ", ".join(parts), _cut(row), row.command)
 
 
@@ -163,14 +156,14 @@ def _printed(cell: Cell) -> str:
 
 def _number(cell: Cell, words: str) -> _Number:
     paper = _printed(cell)
-    if cell.mean is None or math.isnan(cell.mean):  # the AUROC of runs without a mistake
+    if cell.mean is None or math.isnan(cell.mean):  # like the AUROC of runs without a mistake
         return _Number(None, "undefined", paper)
-    difference = "" if cell.difference is None else f"{cell.difference:+.{demo.DIGITS[cell.metric]}f}"
+    difference = "" if cell.difference is None else f"{cell.difference:+.{DECIMALS[cell.metric]}f}"
     return _Number(cell.mean, number(cell.metric, cell.mean, cell.sd), paper, cell.mark, difference, words, cell.best)
 
 
 def _cut(row: Row) -> str:
-    """What a run has less than the paper's."""
+    """Say what the runs of a row have less than the paper's."""
     if row.scale == "tiny":
         return "Tiny: not the paper's data."
     cuts = []
@@ -194,7 +187,7 @@ def _duration(seconds: float) -> str:
 
 
 def _diagrams(table: str, block: Block, records: Path) -> Iterator[tuple[str, str, Markup]]:
-    """The reliability diagram of the first seed of each row, where its bins were recorded."""
+    """Draw the reliability diagram of the first seed of each row, if its bins are recorded."""
     for row in block.rows:
         samples = str(row.samples)
         for run in recorded(records, row.preset).values() if row.preset else ():
@@ -207,20 +200,20 @@ def _diagrams(table: str, block: Block, records: Path) -> Iterator[tuple[str, st
 
 
 def _demo(record: dict[str, Any] | None) -> list[_Line]:
-    """The rows of the demo's record."""
+    """Return the rows of the demo's record."""
     if record is None:
         return []
     lines = []
     for (name, row), result in zip(demo.cells(record), record["methods"].values(), strict=True):
         numbers = [_Number(float(cell.split()[0]), cell) for cell in row]
         seeds, epochs = record["seeds"], from_mapping(result["config"]).total_epochs
-        about = f"{_count(seeds, 'seed')}, {_count(epochs, 'epoch')}, {_duration(result['seconds'] / seeds)} a run"
+        about = f"{_count(seeds, 'seed')}, {_count(epochs, 'epoch')}, {_duration(result['seconds'] / seeds)} per run"
         lines.append(_Line(name, numbers, about, command=f"bsam demo --seeds {seeds}"))
     return lines
 
 
 def _tuning(record: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What `bsam tune` tried, the best first."""
+    """Return the tries of `bsam tune`, the best first."""
     if record is None:
         return None
     rows = [
@@ -235,7 +228,7 @@ def _tuning(record: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _study(study: Study, records: Path) -> dict[str, Any]:
-    """A sweep or an ablation: curves of each metric, and their numbers."""
+    """Return the curves and the numbers of a sweep or an ablation."""
     record = _beside(records, f"{study.file}.json")
     if record is None:
         return {"title": study.title, "note": "", "command": study.command, "diagrams": [], "rows": []}
@@ -258,7 +251,7 @@ def _study(study: Study, records: Path) -> dict[str, Any]:
 
 
 def _pictures(folder: Path) -> Iterator[dict[str, Any]]:
-    """The gallery; a figure that is not in the folder has no data."""
+    """Yield the figures of the gallery; a figure that is not in the folder has no data."""
     from bsam.experiments.figures import FIGURES  # needs the extra `theory`
 
     for name, found in FIGURES.items():
@@ -277,7 +270,7 @@ def _pictures(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _theory(record: dict[str, Any] | None) -> dict[str, list[tuple[str, str]]]:
-    """The numbers behind the figures: by figure, name and value."""
+    """Return the numbers behind the figures: by figure, pairs of name and value."""
     figures = {name: values for name, values in (record or {}).items() if name not in ("seconds", "environment")}
     return {name.replace("_", " "): list(_flat(values)) for name, values in figures.items()}
 

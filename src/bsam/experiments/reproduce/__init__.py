@@ -1,1 +1,1 @@
-"""Reproduction of the paper: plans of many runs, workers that survive a crash, sweeps and ablations."""
+"""Reproduction of the paper: plans of many runs, worker processes, sweeps, ablations and tuning."""

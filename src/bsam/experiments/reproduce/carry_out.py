@@ -1,4 +1,4 @@
-"""Carrying out a plan: it is shown with how long it takes, and run by workers, with a bar for each."""
+"""Carrying out a plan: it is shown with its estimated time, and run by workers, with one progress bar per worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from bsam.experiments.config import Config
 from bsam.experiments.options import Work
-from bsam.experiments.recorded import Scale
+from bsam.experiments.recorded_runs import Scale
 from bsam.experiments.reproduce.execute import execute
 from bsam.experiments.reproduce.plan import Plan, Task
 from bsam.experiments.reproduce.show import scale_note
@@ -30,17 +30,16 @@ __all__ = ["carry_out"]
 
 
 def carry_out(plan: Plan, scale: Scale, records: Path, options: Work, *, work: Callable[..., None] = execute) -> bool:
-    """Show the plan and run what is left of it; return whether something failed.
+    """Show the plan and run its tasks; return whether a run failed.
 
-    A run that another process is at, here or on another machine, is left to that process, which is no failure.
+    A run that another process is training, here or on another machine, is left to that process. This is no failure.
 
     Args:
-        plan: What to run.
+        plan: The tasks.
         scale: The scale of its runs.
-        records: Where records are, to estimate how long it takes.
-        options: How. The workers are one if their number is not said, or as many as the cores serve on the tiny scale,
-            see `share_cores`.
-        work: Brings tasks to their end that differ in seeds and rates only.
+        records: Folder of the records, to estimate the time.
+        options: How to run them. For the default number of workers see `share_cores`.
+        work: Completes tasks that differ in seeds and rates only.
     """
     console = Console(stderr=True)
     device = choose_device(options.device)
@@ -109,10 +108,10 @@ def carry_out(plan: Plan, scale: Scale, records: Path, options: Work, *, work: C
 
 
 def stack_tasks(tasks: Iterable[Task], size: int) -> list[list[Task]]:
-    """Tasks that are trained together: those that differ in seeds and rates only.
+    """Group the tasks that are trained together: tasks that differ in seeds and rates only.
 
-    Seeds of one run stay together, however many they are, and so do runs that were begun together. Others are added
-    until there are `size`. Batches that are not cut evenly cannot be compiled, and are trained one by one.
+    All seeds of a run stay together, and so do runs that were started together. More runs join a group until it has
+    `size` tasks. A run with batches that `splits` does not cut evenly cannot be compiled, and is trained alone.
     """
     by_run: dict[Path, list[Task]] = {}
     for task in tasks:

@@ -1,4 +1,4 @@
-"""Tasks from wherever they are to their end: train or go on, evaluate what is missing, write the record."""
+"""Completing tasks: train or go on with the runs, make missing evaluations, write the records."""
 
 from __future__ import annotations
 
@@ -33,20 +33,19 @@ def execute(
     save_minutes: float = 5.0,
     on_divergence: Callable[[Task, FloatingPointError], None] = _raise,
 ) -> None:
-    """Bring tasks to their end that differ in seeds and rates only.
+    """Complete tasks that differ in seeds and rates only.
 
     Args:
-        tasks: What to do. Those that have not begun are trained together; a run that is in its folder goes on from its
-            checkpoint, with those that it was begun with.
+        tasks: The tasks. New runs are trained together. A run that exists in its folder goes on from its checkpoint,
+            together with the runs of its stack.
         report: Called with the share of training that is done.
         device: Where to train and evaluate.
         data: Folder of the data sets.
         save_minutes: Time between two checkpoints.
-        on_divergence: Called with a task that diverged, when all others are done. Raises the error if nothing else is
-            said.
+        on_divergence: Called with a task that diverged, when all others are done. By default it raises the error.
 
     Raises:
-        RunBusyError: Another process, here or on another machine, is at one of them.
+        RunBusyError: Another process, here or on another machine, is training one of the runs.
     """
     with ExitStack() as locks:
         for task in tasks:
@@ -54,7 +53,7 @@ def execute(
             try:
                 locks.enter_context(locked(task.folder.with_name(f".{task.folder.name}.lock"), wait=False))
             except BlockingIOError:
-                raise RunBusyError(f"another process is at the run in {task.folder}.") from None
+                raise RunBusyError(f"another process is training the run in {task.folder}.") from None
         errors = _train(tasks, report, device, data, save_minutes)
         done: list[Task] = []
         for task in tasks:
@@ -77,7 +76,7 @@ def execute(
 def _train(
     tasks: Sequence[Task], report: Callable[[float], None], device: str | None, data: Path | None, save_minutes: float
 ) -> dict[Path, FloatingPointError]:
-    """Train all that is not trained; return what went wrong in runs that diverged, by their folders."""
+    """Train all runs that are not finished; return the errors of those that diverged, by folder."""
     begun = [task for task in tasks if holds_run(task.folder)]
     for task in begun:
         run = Run.read(task.folder)
@@ -97,7 +96,7 @@ def _train(
             stack.train(every_minutes=save_minutes, on_step=lambda t: report(t.progress / t.config.total_epochs))
             continue
         except FloatingPointError as error:
-            found = error.with_traceback(None)  # which would keep the step, and what it has on the device
+            found = error.with_traceback(None)  # the traceback would keep the step and its memory on the device
         if len(stack.runs) > 1:
             queue.extend(functools.partial(resume, folder) for folder in stack.part())
         else:
@@ -106,7 +105,7 @@ def _train(
 
 
 def _evaluate(task: Task, device: str | None, data: Path | None) -> None:
-    """Make the evaluations that are missing, and publish the record."""
+    """Make missing evaluations, and copy the record to the folder of records."""
     run_record = task.folder / "record.json"
     done = read_json(run_record)["evaluations"].get(task.part, {})
     for temperature in (None, *task.temperatures):
@@ -119,7 +118,7 @@ def _evaluate(task: Task, device: str | None, data: Path | None) -> None:
 
 
 def _publish(content: dict[str, Any], record: Path) -> None:
-    """Write a record. Evaluations of the same training that it had before, and the run's folder does not know, stay."""
+    """Write a record. Evaluations of the same training that only the old record has are kept."""
 
     def training(of: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in of.items() if key not in ("evaluations", "scale", "changes")}

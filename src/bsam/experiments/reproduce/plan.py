@@ -1,4 +1,4 @@
-"""Which runs a table or a study needs, which of them are recorded, and which are left to do."""
+"""Plans: the runs that a table or a study needs, those that are recorded, and those that are left to do."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from pathlib import Path
 from typing import Any
 
 from bsam.experiments.comparison import find_table
-from bsam.experiments.config import Config, Precision, override
+from bsam.experiments.config import Config, DtypeName, override
 from bsam.experiments.methods import METHODS
-from bsam.experiments.paper.beyond import all_tables, beyond, own_precision
-from bsam.experiments.recorded import Recorded, Scale, recorded, same_run
+from bsam.experiments.paper.beyond import all_tables, beyond, own_dtype
+from bsam.experiments.recorded_runs import Recorded, Scale, recorded, same_run
 from bsam.experiments.reproduce.scales import scaled
 
 __all__ = ["Places", "Plan", "Task", "Wanted", "find_places", "find_recorded", "make_plan", "settle", "wanted_by_table"]
 
 ALSO = (0, 1, 8, 32, 128)
 TEMPERATURES = (0.5, 0.7)
-"""A run with a posterior is evaluated with these too, so that later questions need no training."""
+"""A run with a posterior is also evaluated with these numbers, so that later questions need no training."""
 
 _GOOD_ENOUGH: dict[Scale, tuple[Scale, ...]] = {"full": ("full",), "reduced": ("full", "reduced"), "tiny": ("tiny",)}
-"""A run that is recorded at one of these scales need not be run at the key's."""
+"""By scale: a run that is recorded at one of these scales is not run again."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A run that a table or a study asks for, with every seed, and the numbers of samples it is evaluated with."""
+    """A run that a table or a study needs, with all seeds, and the numbers of samples of its evaluations."""
 
     preset: str
     samples: tuple[int, ...]
     changes: tuple[str, ...] = ()
     """Settings that differ from the preset's, as `key=value`."""
     name: str = ""
-    """Where its records are, if its settings differ."""
+    """Name of its records, if `changes` is not empty."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One run to train, if that is not done, and to evaluate."""
+    """One run to train and to evaluate, as far as this is not done."""
 
     name: str
     preset: str
@@ -46,28 +46,28 @@ class Task:
     scale: Scale
     config: Config
     changes: tuple[str, ...]
-    """How it differs from the preset at this scale."""
+    """Settings that differ from the preset's at this scale, as `key=value`."""
     samples: tuple[int, ...]
     folder: Path
     record: Path
-    """Where the record goes in the end."""
+    """File of the record."""
     part: str = "test"
-    """Which part of the data it is evaluated on."""
+    """Part of the data for the evaluation."""
     temperatures: tuple[float, ...] = ()
-    """Of the posterior, beside that of its settings: it is evaluated with these too."""
+    """Temperatures of further evaluations, beside the one of its settings."""
     also: tuple[int, ...] = ()
-    """Further numbers of samples. It is evaluated with them on the way; a record without them is complete."""
+    """Further numbers of samples for new evaluations; a record without them is complete, too."""
 
     @property
     def evaluations(self) -> list[tuple[int, float | None]]:
-        """Numbers of samples, each with a temperature; None is the one of the settings. The mean has none."""
+        """Pairs of a number of samples and a temperature; None is the temperature of the settings, and of the mean."""
         counts = sorted({*self.samples, *self.also})
         tempered = [(count, t) for t in self.temperatures for count in self.also or self.samples if count]
         return [*((count, None) for count in counts), *tempered]
 
     @property
     def share_left(self) -> float:
-        """How much of its training is left, by the epochs in the log of its folder."""
+        """Share of the training that is left, by the number of epochs in its log."""
         log = self.folder / "log.jsonl"
         done = len(log.read_text().splitlines()) if log.exists() else 0
         return max(0.0, 1 - done / self.config.total_epochs)
@@ -75,7 +75,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is left, and what is there already."""
+    """The tasks that are left, and those that are recorded."""
 
     tasks: tuple[Task, ...]
     recorded: tuple[Task, ...]
@@ -83,18 +83,18 @@ class Plan:
 
 @dataclass(frozen=True)
 class Places:
-    """Where things are written."""
+    """The folders of results."""
 
     runs: Path
-    """Folders of the runs: checkpoints, posteriors."""
+    """Folder of the runs, with checkpoints and posteriors."""
     records: Path
-    """A small JSON for each run."""
+    """Folder of the records: one small JSON file per run."""
     studies: Path
-    """A JSON and a figure for each sweep or ablation."""
+    """Folder of the sweeps and ablations: one JSON file and one figure each."""
 
 
 def find_places(scale: Scale, runs: Path | None = None, records: Path | None = None) -> Places:
-    """The folders that the options name, or the usual ones of a scale."""
+    """Return the folders that the options name, or the default ones of a scale."""
     runs = runs or Path("runs")
     if scale != "full":
         runs = runs / scale
@@ -106,7 +106,7 @@ def find_places(scale: Scale, runs: Path | None = None, records: Path | None = N
 
 
 def wanted_by_table(table: str, block: str | None = None, methods: Iterable[str] | None = None) -> list[Wanted]:
-    """The runs of a table, or of some of its blocks and methods. Rows of ours are run if they are named.
+    """Return the runs of a table, or of one block or some methods. Rows of ours are run only if they are named.
 
     Args:
         table: table1 to table6.
@@ -130,14 +130,14 @@ def wanted_by_table(table: str, block: str | None = None, methods: Iterable[str]
 
 
 def settle(wanted: Wanted, scale: Scale) -> tuple[str, Config]:
-    """Name and settings of a run; one whose changes change nothing is the preset's own, recorded there."""
+    """Return name and settings of a run; if its changes change nothing, it is the run of the preset."""
     plain = scaled(wanted.preset, scale)
     config = override(plain, wanted.changes)
     return same_run(wanted.preset)[0] if config == plain else wanted.name, config
 
 
 def find_recorded(wanted: Wanted, scale: Scale, records: Path) -> dict[int, Recorded]:
-    """The records that a run may be taken from, by seed."""
+    """Return the records that can serve for a run, by seed."""
     name, _ = settle(wanted, scale)
     for good in _GOOD_ENOUGH[scale]:
         if found := recorded(records, name, good):
@@ -146,16 +146,16 @@ def find_recorded(wanted: Wanted, scale: Scale, records: Path) -> dict[int, Reco
 
 
 def make_plan(
-    wanted: Iterable[Wanted], *, seeds: int, scale: Scale, places: Places, precision: Precision | None = None
+    wanted: Iterable[Wanted], *, seeds: int, scale: Scale, places: Places, dtype: DtypeName | None = None
 ) -> Plan:
-    """Tasks for every run and seed that is not recorded with all its numbers of samples.
+    """Make a task for every run and seed; it is left to do unless it is recorded with all its numbers of samples.
 
     Args:
-        wanted: What is asked for.
-        seeds: How many of each run.
-        scale: Of the runs.
-        places: Where they are, or will be.
-        precision: Of the gradients, if not the presets'; what is recorded in another is not run again.
+        wanted: The runs.
+        seeds: Number of seeds per run.
+        scale: Scale of the runs.
+        places: Folders of the results.
+        dtype: Dtype of the gradients, if not the presets'. A run that is recorded in another dtype is not run again.
     """
     samples: dict[str, set[int]] = {}
     runs: dict[str, Wanted] = {}
@@ -167,8 +167,8 @@ def make_plan(
     there: list[Task] = []
     for name, want in runs.items():
         _, config = settle(want, scale)
-        if precision is not None:
-            config = replace(config, precision=own_precision(want.preset) or precision)
+        if dtype is not None:
+            config = replace(config, precision=own_dtype(want.preset) or dtype)
         found = find_recorded(want, scale, places.records)
         counts = tuple(sorted(samples[name]))
         temperatures = tuple(t for t in TEMPERATURES if t != config.temperature)

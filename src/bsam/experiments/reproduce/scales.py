@@ -1,4 +1,4 @@
-"""How much of a preset is run: all of it, a sixth of its epochs, or a tiny stand-in on digits."""
+"""Scales: a preset in full, with a sixth of its epochs, or as a tiny run on digits."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import replace
 
 from bsam.experiments.config import Config
 from bsam.experiments.paper.presets import preset
-from bsam.experiments.recorded import Scale
+from bsam.experiments.recorded_runs import Scale
 
 __all__ = ["REDUCTION", "scaled", "shrunk"]
 
 REDUCTION = 6
-"""A reduced run has one in so many of the preset's epochs; its schedule shrinks with it."""
+"""The preset's epochs are divided by this number in a reduced run, and so is its schedule."""
 _TINY_EPOCHS, _TINY_SWAG = 20, (15, 5)
 
 
 def scaled(name: str, scale: Scale) -> Config:
-    """The settings of a preset at a scale.
+    """Return the settings of a preset at a scale.
 
-    On the tiny scale data, network and hyperparameters are those of the demo, and so are equal for all data sets of the
-    paper. What a row of a table is about stays: method, splits, noise, where the second gradient is, curvature and
+    At the tiny scale, data, network and hyperparameters are those of the demo, for all data sets of the paper. Only the
+    settings that a row of a table is about stay: method, splits, noise, the point of the second gradient, curvature and
     bias correction.
     """
     config = preset(name)
@@ -43,7 +43,7 @@ def scaled(name: str, scale: Scale) -> Config:
 
 
 def shrunk(config: Config, factor: float) -> Config:
-    """The settings with one in `factor` of the epochs, and the schedule shrunk with them."""
+    """Divide the epochs by `factor`, and the schedule with them."""
 
     def fewer(count: int) -> int:
         return max(1, round(count / factor))

@@ -8,17 +8,15 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from bsam.experiments.comparison import Block, Cell, Comparison, Mark, values_of
-from bsam.experiments.demo import DIGITS
+from bsam.experiments.comparison import Block, Cell, Comparison, Mark
+from bsam.experiments.metric_columns import DECIMALS, TITLES, mean_and_sd, number, values_of
 from bsam.experiments.paper.beyond import settings_line
 
 __all__ = [
     "BEST_NOTE",
-    "TITLES",
     "block_table",
     "cell_lines",
     "counts_sentence",
-    "number",
     "point_rows",
     "scale_note",
     "scale_notes",
@@ -29,11 +27,10 @@ __all__ = [
     "tuning_table",
 ]
 
-TITLES = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "auroc": "AUROC ↑"}
 BEST_NOTE = "Bold: the best, or not significantly worse (Welch, 5%). Rows with fewer than three seeds are not tested."
 _ENSEMBLE_NOTE = (
-    "Rows with “×” are ensembles: the predictions of so many runs, and of the samples of each, averaged. That is one "
-    "number, without a standard deviation, and takes no part in the bold."
+    "Rows with “×” are ensembles: averages of the predictions of that many runs, and of the samples of each run. An "
+    "ensemble has one number without a standard deviation, and is never bold."
 )
 _NOTES = {
     "full": "",
@@ -43,47 +40,39 @@ _NOTES = {
 
 
 def scale_note(scale: str | None) -> str:
-    """What has to be said beside numbers of a scale."""
+    """Return the note beside numbers of a scale."""
     return _NOTES[scale or "full"]
 
 
 def scale_notes(block: Block) -> list[str]:
-    """What has to be said about all rows of a block."""
+    """Return the notes about the scales of a block's rows."""
     return [note for scale in sorted({row.scale for row in block.rows if row.scale}) if (note := scale_note(scale))]
 
 
 def settings_notes(block: Block) -> list[str]:
-    """The settings of rows that are ours; on the tiny scale they are others."""
+    """Describe the settings of our rows, except at the tiny scale, where the settings are others."""
     lines = [settings_line(row.preset) for row in block.rows if row.ours and row.preset and row.scale != "tiny"]
     lines += [_ENSEMBLE_NOTE for row in block.rows if row.members > 1]
-    return list(dict.fromkeys(lines))  # rows of one kind have the same
-
-
-def number(metric: str, mean: float | None, sd: float | None) -> str:
-    """Mean (sd), with the metric's digits; `-` stands for what is not there."""
-    digits = DIGITS[metric]
-    if mean is None:
-        return "-"
-    return f"{mean:.{digits}f} ({'-' if sd is None else f'{sd:.{digits}f}'})"
+    return list(dict.fromkeys(lines))  # several rows may have the same text
 
 
 def counts_sentence(counts: dict[Mark, int]) -> str:
-    """How many of a table's printed numbers have which mark."""
+    """Say how many of a table's printed numbers have which mark."""
     always = ("equal", "better", "worse", "open", "not run")
     found = [f"{count} {mark}" for mark, count in counts.items() if count or mark in always]
     return f"Of {sum(counts.values())} printed numbers: {', '.join(found)}."
 
 
 def cell_lines(cell: Cell) -> tuple[str, str, str]:
-    """Ours, the paper's, and what to think of it."""
-    difference = "" if cell.difference is None else f"{cell.difference:+.{DIGITS[cell.metric]}f} "
+    """Return our number, the paper's, and the difference with its mark."""
+    difference = "" if cell.difference is None else f"{cell.difference:+.{DECIMALS[cell.metric]}f} "
     if cell.published is None:  # a row of ours
         return number(cell.metric, cell.mean, cell.sd), "—", ""
     return number(cell.metric, cell.mean, cell.sd), cell.published.printed, f"{difference}{cell.mark}"
 
 
 def block_table(comparison: Comparison, block: Block) -> Table:
-    """A block; of each row three lines: ours, the paper's, the difference and its mark."""
+    """Make the table of a block, with three lines per row: ours, the paper's, the difference and its mark."""
     table = Table(
         title=f"{comparison.table}: {comparison.title}. {block.title}",
         caption="\n".join(scale_notes(block) + settings_notes(block)) or None,
@@ -104,7 +93,7 @@ def block_table(comparison: Comparison, block: Block) -> Table:
 
 
 def study_tables(record: dict[str, Any]) -> list[Table]:
-    """A sweep or an ablation: a table for each series, a row for each point."""
+    """Make the tables of a sweep or an ablation: one table per series, one row per point."""
     tables = []
     for curve in record["series"]:
         table = Table(title=f"{record['title']}: {curve['label']}", box=box.SIMPLE, padding=(0, 1, 0, 0))
@@ -117,16 +106,16 @@ def study_tables(record: dict[str, Any]) -> list[Table]:
 
 
 def point_rows(curve: dict[str, Any]) -> list[list[str]]:
-    """The rows of a curve: where on the axis, and each metric there."""
+    """Return the rows of a curve: the place on the axis, and each metric."""
     metrics = curve["metrics"]
     return [[str(x), *(number(name, *metrics[name][i]) for name in TITLES)] for i, x in enumerate(curve["x"])]
 
 
 def tuning_table(record: dict[str, Any]) -> Table:
-    """The tries of `bsam tune`, the best first."""
+    """Make the table of the tries of `bsam tune`, the best first."""
     table = Table(title=tuning_sentence(record), box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("settings")
-    for metric in ("accuracy", "nll"):  # the record has the others
+    for metric in ("accuracy", "nll"):  # the other metrics are in the record
         table.add_column(TITLES[metric], justify="right", no_wrap=True)
     for settings, (accuracy, nll, *_) in tuning_rows(record):
         table.add_row(settings, accuracy, nll)
@@ -134,22 +123,19 @@ def tuning_table(record: dict[str, Any]) -> Table:
 
 
 def tuning_rows(record: dict[str, Any]) -> list[tuple[str, list[str]]]:
-    """Settings and metrics of each try, the lowest NLL first."""
+    """Return settings and metrics of each try, the lowest NLL first."""
     rows = []
     for tried in sorted(record["tries"], key=lambda each: math.inf if each["nll"] is None else each["nll"]):
-        row = []
-        for metric in TITLES:
-            if any("diverged" in seed for seed in tried["seeds"]):
-                row.append("diverged")
-                continue
-            cell = Cell(metric, values_of(tried["seeds"], metric), None)
-            row.append(number(metric, cell.mean, cell.sd))
+        if any("diverged" in seed for seed in tried["seeds"]):
+            row = ["diverged"] * len(TITLES)
+        else:
+            row = [number(metric, *mean_and_sd(values_of(tried["seeds"], metric))) for metric in TITLES]
         rows.append((", ".join(f"{name} = {value}" for name, value in tried["settings"].items()), row))
     return rows
 
 
 def tuning_sentence(record: dict[str, Any]) -> str:
-    """What was tried, and how one was chosen."""
+    """Say how many settings were tried, and how one was chosen."""
     seeds = len(record["tries"][0]["seeds"])
     size = f"{record['epochs']} epochs, {seeds} seed{'' if seeds == 1 else 's'}"
     part = f"{record['validation']:,} training examples that were held out"

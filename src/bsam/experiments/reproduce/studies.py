@@ -1,22 +1,21 @@
-"""Sweeps and ablations: one setting changes, four metrics are watched.
+"""Sweeps and ablations: four metrics as functions of one setting.
 
-`sweep rho` is the paper's figure of sensitivity, the ablations of noise, samples and splits are its tables 3, 4 and 5,
-and that of the curvature compares the two readings of Algorithm 1 (see `bsam.BSAM`).
+`sweep rho` is the paper's figure of sensitivity. The ablations of noise, samples and splits are its tables 3, 4 and 5.
+The ablation of the curvature compares the two readings of Algorithm 1 (see `bsam.BSAM`).
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bsam.experiments.comparison import values_of
 from bsam.experiments.methods import METHODS
+from bsam.experiments.metric_columns import mean_and_sd, values_of
 from bsam.experiments.paper.results import METRICS, PAPER_SAMPLES, paper_tables
 from bsam.experiments.record import environment, read_json
-from bsam.experiments.recorded import SCALES, Scale
+from bsam.experiments.recorded_runs import SCALES, Scale
 from bsam.experiments.reproduce.plan import Wanted, find_recorded
 
 __all__ = ["ABLATIONS", "Point", "Study", "collect", "refuse_to_replace", "sweep_rho"]
@@ -24,12 +23,12 @@ __all__ = ["ABLATIONS", "Point", "Study", "collect", "refuse_to_replace", "sweep
 _SPLITS = (1, 2, 4, 8, 16)
 _COUNTS = (0, 1, 2, 4, 8, 16, 32, 64, 512, 2048)
 _RHO_FACTOR = 100
-"""bSAM's rho is not normalised by the gradient's length; the paper draws it at 100 rho, and so do we."""
+"""bSAM's rho is not normalised by the gradient's length; the paper draws it at 100 rho, as we do."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One place on the horizontal axis, and the run that is measured there."""
+    """One place on the horizontal axis, and its run."""
 
     x: float | str
     wanted: Wanted
@@ -40,13 +39,23 @@ class Point:
 class Study:
     """Curves, each a list of points."""
 
-    file: str
-    """Name of its JSON and of its figure."""
-    command: str
+    kind: str
+    """`sweep` or `ablate`."""
     what: str
+    """The setting that changes."""
     title: str
     x: str
     series: dict[str, tuple[Point, ...]]
+
+    @property
+    def file(self) -> str:
+        """Name of its JSON and of its figure, without the ending."""
+        return f"{self.kind}_{self.what}"
+
+    @property
+    def command(self) -> str:
+        """The command that runs it."""
+        return f"bsam {self.kind} {self.what}"
 
     @property
     def wanted(self) -> list[Wanted]:
@@ -55,7 +64,7 @@ class Study:
 
 
 def sweep_rho(scale: Scale) -> Study:
-    """SAM-SGD, SAM-Adam and bSAM over rho, on CIFAR-100 without augmentation."""
+    """Make the study of SAM-SGD, SAM-Adam and bSAM over rho, on CIFAR-100 without augmentation."""
     grid = (0.05, 0.1, 0.2, 0.5, 1.0, 3.0) if scale == "tiny" else (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
     def points(method: str, factor: float) -> tuple[Point, ...]:
@@ -68,7 +77,7 @@ def sweep_rho(scale: Scale) -> Study:
 
     series = {METHODS[method].title: points(method, 1) for method in ("sam-sgd", "sam-adam")}
     series[f"{METHODS['bsam'].title}, at {_RHO_FACTOR} ρ"] = points("bsam", _RHO_FACTOR)
-    return Study("sweep_rho", "bsam sweep rho", "rho", "Sensitivity to ρ", "ρ", series)
+    return Study("sweep", "rho", "Sensitivity to ρ", "ρ", series)
 
 
 def _noise() -> Study:
@@ -79,13 +88,13 @@ def _noise() -> Study:
         )
         for row, label in enumerate(("bSAM without noise", "bSAM"))
     }
-    return Study("ablate_noise", "bsam ablate noise", "noise", "Gradients at a sample, or at the mean", "data", series)
+    return Study("ablate", "noise", "Gradients at a sample, or at the mean", "data", series)
 
 
 def _samples() -> Study:
     points = tuple(Point(count, Wanted("table1/cifar10/bsam", (count,)), count) for count in _COUNTS)
     title, x = "Number of posterior samples", "samples (0: the mean)"
-    return Study("ablate_samples", "bsam ablate samples", "samples", title, x, {"bSAM": points})
+    return Study("ablate", "samples", title, x, {"bSAM": points})
 
 
 def _splits() -> Study:
@@ -95,40 +104,29 @@ def _splits() -> Study:
         )
         for method in ("bsam", "sam-sgd")
     }
-    return Study("ablate_splits", "bsam ablate splits", "splits", "m-sharpness", "splits", series)
+    return Study("ablate", "splits", "m-sharpness", "splits", series)
 
 
 def _curvature() -> Study:
     def points(curvature: str) -> tuple[Point, ...]:
+        names = {m: f"ablate/curvature/{curvature}-{m}" for m in _SPLITS}
+        changes = (f"curvature={curvature}",)
         return tuple(
-            Point(
-                m,
-                Wanted(
-                    f"table5/cifar100/bsam-{m}",
-                    (PAPER_SAMPLES,),
-                    (f"curvature={curvature}",),
-                    f"ablate/curvature/{curvature}-{m}",
-                ),
-            )
-            for m in _SPLITS
+            Point(m, Wanted(f"table5/cifar100/bsam-{m}", (PAPER_SAMPLES,), changes, name)) for m, name in names.items()
         )
 
     series = {"mean of |g|, as the authors' code": points("mean_abs"), "|mean of g|, as printed": points("abs_mean")}
     title = "Curvature: absolute value before or after the mean over splits"
-    return Study("ablate_curvature", "bsam ablate curvature", "curvature", title, "splits", series)
+    return Study("ablate", "curvature", title, "splits", series)
 
 
-ABLATIONS: dict[str, Callable[[], Study]] = {
-    "noise": _noise,
-    "samples": _samples,
-    "splits": _splits,
-    "curvature": _curvature,
-}
-"""By name."""
+_ABLATIONS = (_noise, _samples, _splits, _curvature)
+ABLATIONS: dict[str, Callable[[], Study]] = {make.__name__.removeprefix("_"): make for make in _ABLATIONS}
+"""The functions that make the ablations, by name."""
 
 
 def collect(study: Study, scale: Scale, records: Path, command: str) -> dict[str, Any]:
-    """The study's numbers from its runs' records: mean and sd (null for one seed) over what is recorded of each point.
+    """Make the study's record from the records of its runs: mean and sd (null for one seed) per point.
 
     A point without a record is left out.
     """
@@ -143,9 +141,7 @@ def collect(study: Study, scale: Scale, records: Path, command: str) -> dict[str
             curve["x"].append(point.x)
             curve["seeds"].append(len(evaluations))
             for metric in METRICS:
-                values = values_of(evaluations, metric)
-                sd = statistics.stdev(values) if len(values) > 1 else None
-                curve["metrics"][metric].append([statistics.fmean(values), sd])
+                curve["metrics"][metric].append([*mean_and_sd(values_of(evaluations, metric))])
         series.append(curve)
     return {
         "what": study.what,
@@ -159,7 +155,7 @@ def collect(study: Study, scale: Scale, records: Path, command: str) -> dict[str
 
 
 def refuse_to_replace(path: Path, scale: Scale) -> None:
-    """Raise if the file holds the study at a fuller scale."""
+    """Raise if the file holds the study at a larger scale."""
     if not path.exists():
         return
     there = read_json(path).get("scale")

@@ -1,4 +1,4 @@
-"""The figure of a sweep or an ablation: four metrics, a curve for each series."""
+"""The figure of a sweep or an ablation: one panel per metric, one curve per series."""
 
 from __future__ import annotations
 
@@ -6,34 +6,29 @@ import math
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from bsam.experiments.paper.results import METRICS
-from bsam.experiments.reproduce.show import TITLES
+from bsam.experiments.metric_columns import TITLES
+from bsam.experiments.reproduce.show import scale_note
+from bsam.experiments.style import BLUE, GREEN, PURPLE, RED, new_figure, save
 
 __all__ = ["draw_metric", "draw_study"]
 
-# Okabe and Ito (2008): also for the colour-blind, with a marker of its own for each.
-_STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))
+_STYLES = ((BLUE, "o"), (RED, "s"), (GREEN, "^"), (PURPLE, "D"))
 
 
 def draw_study(record: dict[str, Any], path: Path) -> Path:
-    """Draw what `collect` returned."""
-    figure = Figure(figsize=(9, 6.4), layout="constrained")
-    for axes, metric in zip(figure.subplots(2, 2).flat, METRICS, strict=True):
+    """Draw a record that `collect` returned."""
+    figure = new_figure(9, 6.4)
+    for axes, metric in zip(figure.subplots(2, 2).flat, TITLES, strict=True):
         draw_metric(axes, record, metric)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(_STYLES))
-    figure.suptitle(f"{record['title']}{_note(record['scale'])}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context({"svg.hashsalt": "bsam"}):
-        figure.savefig(path, dpi=110)
-    return path
+    figure.suptitle("\n".join(filter(None, (record["title"], scale_note(record["scale"])))))
+    return save(figure, path)
 
 
 def draw_metric(axes: Axes, record: dict[str, Any], metric: str) -> None:
-    """One metric of what `collect` returned; a bar is one standard deviation over the seeds."""
+    """Draw one metric of a record; a bar is one standard deviation over the seeds."""
     xs = list(dict.fromkeys(x for curve in record["series"] for x in curve["x"]))
     numeric = all(isinstance(x, int | float) for x in xs)
     for k, ((colour, marker), curve) in enumerate(zip(_STYLES, record["series"], strict=False)):
@@ -55,11 +50,3 @@ def draw_metric(axes: Axes, record: dict[str, Any], metric: str) -> None:
     axes.set_xlabel(record["x"])
     axes.set_ylabel(TITLES[metric] + (", %" if metric == "accuracy" else ""))
     axes.grid(alpha=0.3)
-
-
-def _note(scale: str) -> str:
-    return {
-        "full": "",
-        "reduced": " (reduced: fewer epochs)",
-        "tiny": " (tiny: embedded digits, not the paper's data)",
-    }[scale]

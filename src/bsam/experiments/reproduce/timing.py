@@ -1,4 +1,4 @@
-"""How long a run will take: from records of the same run on the same kind of device, or from a few timed steps."""
+"""Estimates of training time, from records of the same run on the same kind of device, or from a few timed steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from bsam.experiments.config import Config
 from bsam.experiments.data import DATASETS, Dataset
 from bsam.experiments.record import environment
-from bsam.experiments.recorded import recorded
+from bsam.experiments.recorded_runs import recorded
 from bsam.experiments.reproduce.plan import Task
 from bsam.experiments.trainer import Trainer
 
@@ -24,7 +24,7 @@ _TIMED_STEPS, _ENOUGH_SECONDS = 3, 1.0
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of training if they are known, and where the number is from."""
+    """Estimated seconds of training, or None, and the source of the estimate."""
 
     seconds: float | None
     source: str
@@ -32,7 +32,7 @@ class Estimate:
 
 
 def estimate(tasks: tuple[Task, ...], records: Path, device: torch.device) -> dict[str, Estimate]:
-    """For one run under each name."""
+    """Estimate the time of one run per name."""
     here = _kind(environment(device)["device"])
     steps: dict[tuple[object, ...], float] = {}
     estimates = {}
@@ -41,7 +41,7 @@ def estimate(tasks: tuple[Task, ...], records: Path, device: torch.device) -> di
         if seconds:
             estimates[task.name] = Estimate(statistics.fmean(seconds), "records")
             continue
-        if device.type == "cuda":  # steps are compiled there, and one that is not says nothing about them
+        if device.type == "cuda":  # steps are compiled there, so a step that is not compiled says nothing
             estimates[task.name] = Estimate(None, "no record")
             continue
         cost = _decides_cost(task.config)
@@ -52,26 +52,26 @@ def estimate(tasks: tuple[Task, ...], records: Path, device: torch.device) -> di
 
 
 def _decides_cost(config: Config) -> tuple[object, ...]:
-    """What a step's time depends on: CIFAR-10 and CIFAR-100 need not both be timed."""
+    """Return what a step's time depends on, so that CIFAR-10 and CIFAR-100 are timed once."""
     shape = DATASETS[config.dataset].image_shape
     arithmetic = config.precision, config.channels_last
     return config.model, shape, config.method, config.splits, config.sample_noise, config.batch_size, arithmetic
 
 
 def _kind(device: str) -> str:
-    """A GPU's name, or CPU: how many cores and threads it has is not compared."""
+    """Return a GPU's name, or CPU without the number of its cores and threads."""
     return device.partition(",")[0]
 
 
 def num_steps(config: Config) -> int:
-    """Steps of a whole run."""
+    """Return the number of steps of a whole run."""
     examples = DATASETS[config.dataset].num_train - config.validation
     batches = examples // config.batch_size if config.drop_last else -(-examples // config.batch_size)
     return batches * config.total_epochs
 
 
 def time_step(config: Config, device: torch.device) -> float:
-    """Seconds of one step on random images, so that no data is needed; a quick first step is not counted."""
+    """Time one step on random images, so that no data is needed; a short first step is not counted."""
     info = DATASETS[config.dataset]
     count = (_TIMED_STEPS + 2) * config.batch_size
     images = torch.randint(256, (count, *info.image_shape), dtype=torch.uint8, device=device)
@@ -81,7 +81,7 @@ def time_step(config: Config, device: torch.device) -> float:
         for values in (info.mean, info.std)
     )
     data = (images, labels)
-    config = replace(config, swag_interval=1)  # or these few batches would be too few for SWAG
+    config = replace(config, swag_interval=1)  # SWAG needs two snapshots in these few batches
     steps = Trainer(config, Dataset(info, data, data, data, mean, std), seed=0).steps()
     seconds = [_time_next(steps, device)]
     if seconds[0] < _ENOUGH_SECONDS:

@@ -1,7 +1,7 @@
-"""Tuning: a declared grid of settings is tried with a part of the training data held out, and rated on that part.
+"""Tuning: the settings of a grid are tried with a part of the training data held out, and rated on that part.
 
-The test part is never predicted. Runs are in `runs/tune/NAME/EPOCHS-epochs/SETTINGS/seedK`; one that diverged leaves
-`diverged.json` there. What all of them say goes into one record.
+The test part is never predicted. Runs are in `runs/tune/NAME/EPOCHS-epochs/SETTINGS/seedK`; a run that diverged leaves
+`diverged.json` there. One record has the results of all runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bsam.experiments.config import FIELDS, Config, Precision, from_mapping, toml_value
+from bsam.experiments.config import FIELDS, Config, DtypeName, from_mapping, toml_value
 from bsam.experiments.demo import grid_of
 from bsam.experiments.evaluate import evaluation_name
 from bsam.experiments.paper.presets import preset
@@ -32,33 +32,33 @@ TUNINGS = {path.stem.removeprefix("tuning_"): path for path in Path(__file__).pa
 """The grids that come with the package, by name."""
 RULE = "the lowest NLL on the validation part, averaged over the seeds"
 FIRST_SEED = 100
-"""Other seeds than those of the tables."""
+"""The seeds differ from those of the tables."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is tried."""
+    """A grid of settings to try."""
 
     name: str
     base: str
     """The preset that the tries change."""
     validation: int
-    """Training examples held out."""
+    """Number of training examples that are held out."""
     epochs: int
-    """Of a try."""
+    """Number of epochs per try."""
     seeds: int
     grid: tuple[dict[str, list[Any]], ...]
-    """Of each, all combinations are tried."""
-    precision: Precision | None = None
-    """Of the gradients, if not the preset's."""
+    """Parts of the grid; all combinations within a part are tried."""
+    dtype: DtypeName | None = None
+    """Dtype of the gradients, if not the preset's."""
     temperatures: tuple[float, ...] = ()
-    """Of the posterior, beside the preset's: a try has the one that suits it best."""
+    """Temperatures of the posterior, beside the preset's; each try keeps its best one."""
 
     @property
     def tries(self) -> list[tuple[dict[str, Any], Config]]:
-        """The settings of each try as the grid has them, and all of its settings."""
+        """Per try: its settings in the grid, and all of its settings."""
         base = preset(self.base)
-        shared = {"validation": self.validation, "precision": self.precision or base.precision}
+        shared = {"validation": self.validation, "precision": self.dtype or base.precision}
         found: dict[Config, dict[str, Any]] = {}
         for options in (options for part in self.grid for options in grid_of(part)):
             whole = from_mapping({**dataclasses.asdict(base), **shared, **options})
@@ -67,7 +67,7 @@ class Tuning:
 
 
 def read_tuning(name: str) -> Tuning:
-    """The grid of this name, or in this TOML file."""
+    """Read the grid with this name, or in this TOML file."""
     path = Path(name) if name.endswith(".toml") else TUNINGS.get(name)
     if path is None:
         raise ValueError(f"there is no grid {name!r}: choose one of {', '.join(TUNINGS)}, or name a TOML file.")
@@ -75,7 +75,7 @@ def read_tuning(name: str) -> Tuning:
         raise FileNotFoundError(f"there is no file {path}. One that can be changed is {TUNINGS['cifar10']}")
     try:
         content = {"temperatures": [], **tomllib.loads(path.read_text(encoding="utf-8"))}
-        keys = [field.name for field in dataclasses.fields(Tuning) if field.name not in ("name", "precision")]
+        keys = [field.name for field in dataclasses.fields(Tuning) if field.name not in ("name", "dtype")]
         fields = {key: content.pop(key) for key in keys}
         if content:
             raise ValueError(f"unknown key {next(iter(content))!r}: there are {', '.join(fields)}.")
@@ -86,7 +86,7 @@ def read_tuning(name: str) -> Tuning:
         if not tuning.tries:
             raise ValueError("the grid is empty: write a part [[grid]] with lists of values, like lr = [0.1, 0.3].")
         for temperature in tuning.temperatures:
-            dataclasses.replace(tuning.tries[0][1], temperature=temperature)  # an error if it cannot be one
+            dataclasses.replace(tuning.tries[0][1], temperature=temperature)  # raises if it is not a temperature
     except KeyError as error:
         raise ValueError(f"{path}: the key {error} is missing.") from error
     except (TypeError, ValueError) as error:
@@ -95,7 +95,7 @@ def read_tuning(name: str) -> Tuning:
 
 
 def plan_tries(tuning: Tuning, runs: Path) -> Plan:
-    """A task for every try and seed, and whether it is done."""
+    """Make one task per try and seed."""
     left: list[Task] = []
     there: list[Task] = []
     for options, config in tuning.tries:
@@ -107,8 +107,8 @@ def plan_tries(tuning: Tuning, runs: Path) -> Plan:
 
 def _task(tuning: Tuning, options: dict[str, Any], config: Config, seed: int, runs: Path) -> Task:
     words = re.sub(r"[^\w.=,+-]+", "-", ",".join(f"{name}={value}" for name, value in options.items()))
-    precision = f"-{tuning.precision}" if tuning.precision else ""
-    name = f"tune/{tuning.name}/{tuning.epochs}-epochs{precision}/{words}"
+    dtype = f"-{tuning.dtype}" if tuning.dtype else ""
+    name = f"tune/{tuning.name}/{tuning.epochs}-epochs{dtype}/{words}"
     base = preset(tuning.base)
     differences = [f"{f}={toml_value(getattr(config, f))}" for f in FIELDS if getattr(config, f) != getattr(base, f)]
     return Task(
@@ -127,7 +127,7 @@ def _task(tuning: Tuning, options: dict[str, Any], config: Config, seed: int, ru
 
 
 def execute_tries(tasks: Sequence[Task], report: Callable[[float], None], **options: Any) -> None:
-    """As `execute`; that a try diverged is its outcome and no error."""
+    """Do what `execute` does, but a try that diverged is a result and no error."""
     execute(tasks, report, on_divergence=_note, **options)
 
 
@@ -136,7 +136,7 @@ def _note(task: Task, error: FloatingPointError) -> None:
 
 
 def _outcome(task: Task, temperature: float | None) -> dict[str, Any] | None:
-    """What the record says about a task that is done, evaluated with this temperature."""
+    """Return the result of a finished task with this temperature, or None."""
     diverged = task.folder / "diverged.json"
     if diverged.is_file():
         return {"seed": task.seed, **read_json(diverged)}
@@ -157,7 +157,7 @@ def _outcome(task: Task, temperature: float | None) -> dict[str, Any] | None:
 
 
 def collect_tries(tuning: Tuning, runs: Path, command: str) -> dict[str, Any]:
-    """One record of all tries; in `chosen` the best one, or None if all diverged."""
+    """Make one record of all tries; `chosen` is the best one, or None if all diverged."""
     plan = plan_tries(tuning, runs)
     if plan.tasks:
         raise ValueError(f"{len(plan.tasks)} tries are not done: go on with `{command}`.")

@@ -1,4 +1,4 @@
-"""Worker processes that a crash does not stop: what a worker was doing when it died is given to a new one."""
+"""Worker processes: if a worker dies, a new one takes its item."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from bsam.experiments.runs import RunBusyError, RunInterruptedError
+from bsam.experiments.runs import RunBusyError, RunInterruptedError, handled
 
 __all__ = ["available_cores", "run_all", "share_cores"]
 
@@ -33,7 +33,7 @@ _SPAWN = multiprocessing.get_context("spawn")  # a forked process cannot use CUD
 
 @dataclass(frozen=True)
 class _Busy:
-    """The answer of a worker whose item another process is working on."""
+    """The answer of a worker if another process is working on its item."""
 
     reason: str
 
@@ -48,20 +48,20 @@ def run_all(
     on_end: Callable[[int, str | None], None] = lambda index, error: None,
     on_busy: Callable[[int, str], None] = lambda index, reason: None,
 ) -> dict[int, str]:
-    """Do all of the work, `jobs` items at a time, each in a process of its own that serves several items in turn.
+    """Work on all items in `jobs` worker processes, which take one item after the other.
 
     Args:
-        items: What to work on; an item whose worker dies is started again, three times at most.
+        items: The items. If a worker dies, its item is tried again; an item has three attempts.
         work: Called in a worker with an item and a function that reports the share that is done. Must be picklable.
         jobs: Number of worker processes.
-        threads: Torch's threads in each of them.
+        threads: Number of torch's threads per worker.
         on_progress: Called with an item's index and the share that is done.
-        on_end: Called with an item's index, and with what went wrong or None.
-        on_busy: Called in place of `on_end` with an item that is left to another process, and with what says so. Such
-            an item is tried once more, after all others.
+        on_end: Called with an item's index and its error, or None.
+        on_busy: Called instead of `on_end` with the index of an item that another process is working on, and the
+            reason. Before, the item is tried a second time, after all others.
 
     Returns:
-        What went wrong, by index.
+        The errors, by index.
 
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM; each worker was asked to stop, and given time to save.
@@ -79,7 +79,7 @@ def run_all(
         on_end(index, error)
 
     try:
-        with _terminable():
+        with handled([signal.SIGTERM], _stop):
             while queue or busy:
                 while queue and len(busy) < jobs:
                     connection, process = idle.pop() if idle else _start(work, threads)
@@ -122,8 +122,12 @@ def run_all(
     return errors
 
 
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt  # SIGTERM ends the work as Ctrl-C does
+
+
 def _ready(connections: Iterable[Connection]) -> list[Connection]:
-    """Wait for messages, or for the end of a process; return where."""
+    """Wait for messages, or for the end of a process; return the connections."""
     return [ready for ready in wait(list(connections)) if isinstance(ready, Connection)]
 
 
@@ -131,14 +135,14 @@ def _start(work: Work[Item], threads: int | None) -> tuple[Connection, SpawnProc
     ours, theirs = _SPAWN.Pipe()
     process = _SPAWN.Process(target=_serve, args=(theirs, work, threads), daemon=True)
     process.start()
-    theirs.close()  # so that its death is seen as the end of the connection
+    theirs.close()  # so that the connection ends when the process dies
     return ours, process
 
 
 def _serve(connection: Connection, work: Work[Item], threads: int | None) -> None:
-    """What a worker does: an item after the other, until the connection is closed."""
+    """Work on one item after the other in a worker process, until the connection is closed."""
     if hasattr(os, "setpgrp"):
-        os.setpgrp()  # Ctrl-C goes to the parent alone, which then asks each worker once
+        os.setpgrp()  # Ctrl-C goes to the parent only, which then stops each worker once
     if threads is not None:
         torch.set_num_threads(threads)
     while True:
@@ -149,7 +153,7 @@ def _serve(connection: Connection, work: Work[Item], threads: int | None) -> Non
         error: str | _Busy | None = None
         try:
             work(item, _reporter(connection))
-        except (BrokenPipeError, RunInterruptedError):  # the parent is gone, or wants this process to end
+        except (BrokenPipeError, RunInterruptedError):  # the parent died, or stops this process
             return
         except RunBusyError as busy:
             error = _Busy(str(busy))
@@ -162,7 +166,7 @@ def _serve(connection: Connection, work: Work[Item], threads: int | None) -> Non
 
 
 def _reporter(connection: Connection) -> Report:
-    """What tells the parent how far an item is, a few times a second."""
+    """Return a function that sends an item's progress to the parent, a few times per second."""
     last = 0.0
 
     def report(share: float) -> None:
@@ -178,12 +182,11 @@ def _reporter(connection: Connection) -> Report:
 
 
 def share_cores(jobs: int | None, *, small: bool) -> tuple[int, int]:
-    """How many workers there are, and how many threads each of them has.
+    """Return the number of workers, and the number of threads per worker.
 
     Args:
-        jobs: The number of workers, if it is given.
-        small: Whether the networks are too small for more than one thread; the workers then are as many as the cores
-            serve, otherwise one.
+        jobs: Number of workers. The default is one worker, or as many as there are cores for if `small`.
+        small: Whether the networks are too small for more than one thread.
 
     OMP_NUM_THREADS, if it is set, is the number of threads.
     """
@@ -196,13 +199,13 @@ def share_cores(jobs: int | None, *, small: bool) -> tuple[int, int]:
 
 
 def available_cores(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """How many cores this process may use: those it is bound to, or fewer where its control group has a quota."""
+    """Return the number of cores that this process may use, by its affinity and the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *(int(quota) for quota in _quotas(cgroups, membership))]))
 
 
 def _quotas(cgroups: Path, membership: Path) -> Iterator[float]:
-    """The quotas, in cores, of this process's control group and of those that the group is in; of versions 1 and 2."""
+    """Yield the quotas, in cores, of this process's control group and of its parent groups, in versions 1 and 2."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:  # no Linux
@@ -220,21 +223,3 @@ def _quotas(cgroups: Path, membership: Path) -> Iterator[float]:
                     quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
                     if int(quota) > 0:  # -1: no limit
                         yield int(quota) / int(period)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM end the work as Ctrl-C does."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        previous = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread: signals go elsewhere
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -1,4 +1,4 @@
-"""What the figures share: colours that the colour-blind can tell apart, maps of probabilities, and how to save."""
+"""Style of figures and pages: colours that colour-blind readers can distinguish, maps of probabilities, saving."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse
+from numpy.typing import NDArray
 from PIL import Image
 
-from bsam.theory.gaussian import Array
+__all__ = ["ellipse", "new_figure", "probability", "save", "scatter"]
 
-__all__ = ["BLACK", "BLUE", "GRAY", "GREEN", "ORANGE", "PURPLE", "RED", "ellipse", "new_figure", "probability", "save"]
+Array = NDArray[Any]
 
 # Okabe and Ito (2008).
 BLUE, RED, GREEN, ORANGE, PURPLE = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7"
@@ -27,21 +28,21 @@ _CLASSES = ("#7c2d12", "#172554")
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches."""
+    """Make an empty figure; width and height are in inches."""
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write the figure; the ending of the name says how: .png, .svg or .pdf."""
+    """Write the figure as .png, .svg or .pdf, by the ending of the path."""
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix[1:] not in formats:
         raise ValueError(f"--out {path} must end in one of: {', '.join('.' + name for name in sorted(formats))}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "bsam"}):
-        if path.suffix == ".png":  # 256 colours are enough, and a third of the size
+        if path.suffix == ".png":  # 256 colours are enough, and need a third of the bytes
             buffer = io.BytesIO()
             figure.savefig(buffer, dpi=110, format="png")
-            # MAXCOVERAGE keeps the colours of thin lines, which median cut forgets; k-means makes up for its banding
+            # MAXCOVERAGE keeps the colours of thin lines, which median cut loses; k-means reduces its banding
             image = Image.open(buffer).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=1)
             image.save(path, optimize=True)
         else:
@@ -50,15 +51,9 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def probability(axes: Axes, x: Array, y: Array, p: Array, points: Array, labels: Array) -> Any:
-    """A map of the probability of the second class, white where it is 0.5, with the data; returns the image.
+    """Draw a map of the probability of the second class, white where it is 0.5, with the data; return the image.
 
-    Args:
-        axes: Where to draw.
-        x: Horizontal grid.
-        y: Vertical grid.
-        p: Probabilities, (y, x).
-        points: (N, 2).
-        labels: Of two classes; the larger number is the second class.
+    `p` has shape (y, x), and `points` (N, 2). The larger label is the second class.
     """
     extent = (float(x[0]), float(x[-1]), float(y[0]), float(y[-1]))
     options: Any = {"origin": "lower", "extent": extent, "cmap": _CERTAINTY, "vmin": 0, "vmax": 1, "aspect": "auto"}
@@ -69,14 +64,14 @@ def probability(axes: Axes, x: Array, y: Array, p: Array, points: Array, labels:
 
 
 def scatter(axes: Axes, points: Array, labels: Array) -> None:
-    """The data of two classes, one as circles and one as triangles."""
+    """Draw the points of two classes, one as circles and one as triangles."""
     for label, colour, marker in zip(np.unique(labels), _CLASSES, ("o", "^"), strict=True):
         chosen = points[labels == label]
         axes.scatter(chosen[:, 0], chosen[:, 1], s=20, c=colour, marker=marker, edgecolors="white", linewidths=0.5)
 
 
 def ellipse(axes: Axes, mean: Array, covariance: Array, *, mass: float = 0.9, **style: Any) -> None:
-    """The smallest region that has this share of a two-dimensional Gaussian's mass."""
+    """Draw the smallest region that holds this share of the mass of a two-dimensional Gaussian."""
     values, vectors = np.linalg.eigh(covariance)
     width, height = 2 * np.sqrt(-2 * np.log(1 - mass) * values)
     angle = float(np.degrees(np.arctan2(vectors[1, 0], vectors[0, 0])))

@@ -32,7 +32,7 @@ from bsam.experiments.reproduce.show import scale_note
 from bsam.experiments.runs import Run
 from bsam.experiments.stacks import Stack
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HEADS = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "auroc": "AUROC ↑"}
 STUDIES = {
     "sweep_rho": ("The radius", [0.001, 0.01, 0.1]),

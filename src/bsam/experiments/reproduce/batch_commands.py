@@ -1,4 +1,4 @@
-"""The commands that reproduce the paper: `bsam reproduce`, `sweep`, `ablate` and `tune`."""
+"""The commands that train many runs: `bsam reproduce`, `sweep`, `ablate` and `tune`."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def reproduce(
 ) -> None:
     """Run a table of the paper and put our numbers beside the printed ones.
 
-    What is recorded is not run again. After Ctrl-C or a crash the same
-    command goes on where it was. Everything in minutes, on digits:
+    Recorded runs are not run again. After Ctrl-C or a crash the same
+    command goes on where it was. All tables in minutes, on digits:
 
     [bold]bsam reproduce all --scale tiny[/bold]
 
-    What a block would run, and for how long; then two of its methods:
+    Show the runs of a block and their time; then run two methods:
 
     [bold]bsam reproduce table1 --block cifar10 --dry-run[/bold]
 
@@ -68,11 +68,7 @@ def reproduce(
 
 @app.command()
 @taking(Extent)
-def sweep(
-    what: Annotated[str, typer.Argument(help="What is varied: rho.")],
-    *,
-    options: Extent,
-) -> None:
+def sweep(what: Annotated[str, typer.Argument(help="The setting that is varied: rho.")], *, options: Extent) -> None:
     """Vary rho of SAM-SGD, SAM-Adam and bSAM: the paper's figure of sensitivity.
 
     Writes sweep_rho.json and sweep_rho.png. bSAM is drawn at 100 rho, as in the paper. Example:
@@ -86,14 +82,10 @@ def sweep(
 
 @app.command()
 @taking(Extent)
-def ablate(
-    what: Annotated[str, typer.Argument(help=f"One of {', '.join(ABLATIONS)}.")],
-    *,
-    options: Extent,
-) -> None:
+def ablate(what: Annotated[str, typer.Argument(help=f"One of {', '.join(ABLATIONS)}.")], *, options: Extent) -> None:
     """Take bSAM apart: without noise, with more samples, more splits, the other curvature.
 
-    Writes ablate_WHAT.json and ablate_WHAT.png; runs that a table of the paper has are shared with it. Example:
+    Writes ablate_WHAT.json and ablate_WHAT.png. Runs of the paper's tables are shared with them. Example:
 
     [bold]bsam ablate splits --scale tiny[/bold]
     """
@@ -110,23 +102,23 @@ def tune(
     *,
     options: Work,
 ) -> None:
-    """Choose settings on a part of the training data that is held out; the test data has no say.
+    """Choose settings on a held-out part of the training data; the test data are not used.
 
     Trains every setting of a grid, and writes one record with all tries and the
-    one of lowest NLL. After Ctrl-C or a crash the same command goes on. Example:
+    one with the lowest NLL. After Ctrl-C or a crash the same command goes on. Example:
 
     [bold]bsam tune cifar10 --data data --jobs 4[/bold]
     """
-    precision, runs = options.precision, options.runs or Path("runs")
-    tuning = replace(read_tuning(what), precision=precision)
+    dtype, runs = options.precision, options.runs or Path("runs")
+    tuning = replace(read_tuning(what), dtype=dtype)
     path = out or Path("results") / f"tuning_{tuning.name}.json"
     plan = plan_tries(tuning, runs)
     failed = carry_out(plan, "full", runs, options, work=execute_tries)
     if options.dry_run:
         return
     if failed:
-        raise typer.Exit(1)  # nothing is chosen from a part of the tries
-    record = collect_tries(tuning, runs, f"bsam tune {what}{f' --precision {precision}' if precision else ''}")
+        raise typer.Exit(1)  # a choice needs all tries
+    record = collect_tries(tuning, runs, f"bsam tune {what}{f' --precision {dtype}' if dtype else ''}")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, record)
     console = Console()
@@ -138,12 +130,10 @@ def tune(
 
 
 def _carry_out(wanted: list[Wanted], options: Extent) -> tuple[Places, bool]:
-    """Run what is wanted; return where its records are, and whether something failed."""
+    """Run what a table or a study needs; return the folders, and whether a run failed."""
     scale = options.scale
     places = find_places(scale, options.runs, options.records)
-    plan = make_plan(
-        wanted, seeds=options.seeds or SEEDS[scale], scale=scale, places=places, precision=options.precision
-    )
+    plan = make_plan(wanted, seeds=options.seeds or SEEDS[scale], scale=scale, places=places, dtype=options.precision)
     return places, carry_out(plan, scale, places.records, options)
 
 

@@ -1,6 +1,6 @@
-"""Records of finished, evaluated runs in a folder: `PRESET/seedK.json`, each a run's `record.json`.
+"""The records of finished, evaluated runs in a folder: `PRESET/seedK.json` is a copy of a run's `record.json`.
 
-They say more than that file: at which `scale` the preset was run, and for a sweep or an ablation with which `changes`.
+The copy also has the `scale` of the run and, for a sweep or an ablation, its `changes`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from bsam.experiments.config import Config, from_mapping, override
-from bsam.experiments.paper.beyond import beyond, own_precision
+from bsam.experiments.paper.beyond import beyond, own_dtype
 from bsam.experiments.paper.presets import preset, preset_names
 from bsam.experiments.record import read_json
 
@@ -22,12 +22,12 @@ __all__ = ["SCALES", "Recorded", "Scale", "read_record", "recorded", "same_run"]
 Scale = Literal["full", "reduced", "tiny"]
 """`full`: the preset as it is. `reduced`: fewer epochs on the same data. `tiny`: on the embedded digits."""
 SCALES: tuple[Scale, ...] = get_args(Scale)
-"""The fullest first."""
+"""The largest scale first."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What is read of a record."""
+    """The contents of a run's record."""
 
     path: Path
     preset: str
@@ -42,9 +42,9 @@ class Recorded:
 
 @cache
 def same_run(name: str) -> tuple[str, ...]:
-    """All presets with the same settings: m = 8 in table 5 is a run of table 1. The first one keeps the records.
+    """Return all presets with the same settings: m = 8 in table 5 is a run of table 1. The first one has the records.
 
-    A row of ours is a run by itself: it may differ from one of the paper's in its precision alone.
+    A row of ours is always a run of its own: it may differ from a row of the paper in the dtype only.
     """
     if name in beyond():
         return (name,)
@@ -53,7 +53,7 @@ def same_run(name: str) -> tuple[str, ...]:
 
 
 def read_record(path: Path) -> Recorded:
-    """Read a record, or say what is wrong with it."""
+    """Read the record of a run; an error names the file and the problem."""
     try:
         content = read_json(path)
         config, name = from_mapping(content["config"]), content["preset"]
@@ -61,10 +61,10 @@ def read_record(path: Path) -> Recorded:
         if scale not in SCALES:
             raise ValueError(f"scale {scale!r} is not one of {', '.join(SCALES)}")
         expected = override(preset(name), content.get("changes", ()))
-        precision = own_precision(name) or config.precision
-        expected = replace(expected, precision=precision, channels_last=config.channels_last)
+        dtype = own_dtype(name) or config.precision
+        expected = replace(expected, precision=dtype, channels_last=config.channels_last)
         if scale == "full" and config != expected:
-            scale = "reduced"  # whatever it calls itself
+            scale = "reduced"  # even if the record says "full"
         test = content["evaluations"].get("test", {})
         device = content["environment"]["device"]
         return Recorded(path, name, content["seed"], scale, config, content["seconds"], test, device)
@@ -73,7 +73,7 @@ def read_record(path: Path) -> Recorded:
 
 
 def recorded(records: Path, name: str, scale: Scale | None = None) -> dict[int, Recorded]:
-    """The records under a name, by seed: those of one scale, or of the fullest that is there."""
+    """Return the records under a name by seed: those of `scale`, or by default those of the largest recorded scale."""
     found = [record for path in _files(records, name) if (record := read_record(path)).scale == (scale or record.scale)]
     fullest = min((SCALES.index(record.scale) for record in found), default=0)
     by_seed: dict[int, Recorded] = {}

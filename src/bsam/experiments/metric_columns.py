@@ -1,0 +1,31 @@
+"""The four metrics as columns of a table: their titles, their decimals, and how a mean and its sd are written."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = ["DECIMALS", "TITLES", "mean_and_sd", "number", "values_of"]
+
+TITLES = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "auroc": "AUROC ↑"}
+"""Title of each column."""
+DECIMALS = {"accuracy": 2, "nll": 3, "ece": 4, "auroc": 3}
+"""Number of decimals of each metric."""
+
+
+def values_of(evaluations: Iterable[Mapping[str, Any]], metric: str) -> tuple[float, ...]:
+    """Return a metric of several evaluations, accuracy in percent, without those for which it is not defined."""
+    found = (evaluation[metric] for evaluation in evaluations)
+    return tuple((100 if metric == "accuracy" else 1) * value for value in found if value is not None)
+
+
+def mean_and_sd(values: tuple[float, ...]) -> tuple[float | None, float | None]:
+    """Return mean and standard deviation; None without a value, or for the standard deviation of one value."""
+    return statistics.fmean(values) if values else None, statistics.stdev(values) if len(values) > 1 else None
+
+
+def number(metric: str, mean: float | None, sd: float | None) -> str:
+    """Write mean (sd) with the metric's decimals; `-` stands for a missing number."""
+    decimals = DECIMALS[metric]
+    return "-" if mean is None else f"{mean:.{decimals}f} ({'-' if sd is None else f'{sd:.{decimals}f}'})"

@@ -1,0 +1,19 @@
+"""Two moons: maps of certainty."""
+
+from bsam.experiments.figures import moons
+from tests.experiments.figures.test_init import RECORD
+
+
+class TestMoons:
+    def test_maps(self, moons_result):
+        assert list(moons_result.maps) == list(moons.TITLES)
+        assert len(moons_result.forgetful) == moons.FORGETFUL_SEEDS
+        for found in moons_result.maps.values():
+            assert ((found.probability >= 0) & (found.probability <= 1)).all()
+
+    def test_the_record_has_what_the_caption_says(self):
+        certain, accuracy = RECORD["moons"]["certain_far_away"], RECORD["moons"]["training_accuracy"]
+        assert certain["sam-sgd"] > certain["bsam"] > certain["laplace"]
+        assert all(accuracy[name] == 1 for name in moons.TITLES)
+        forgetful = RECORD["moons"]["training_accuracy_of_seeds"][moons.FORGETFUL]
+        assert sum(found is None or found < 0.95 for found in forgetful) > len(forgetful) / 2

@@ -1,0 +1,140 @@
+"""The commands about single runs, and their help."""
+
+import io
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from bsam.experiments import demo, figures
+from bsam.experiments.commands import _demo_table, app
+from bsam.experiments.config import explanations, from_mapping
+from bsam.experiments.evaluate import evaluate
+from bsam.experiments.figures import numbers
+from bsam.experiments.paper.presets import preset
+from bsam.experiments.record import read_json
+from bsam.experiments.stacks import Stack
+from tests.experiments.test_runs import start
+
+
+def test_a_toml_file_is_trained_like_a_preset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+    Path("my.toml").write_text(runner.invoke(app, ["configs", "digits/sgd"]).output)
+    result = runner.invoke(app, ["train", "my.toml", "--epochs", "1", "--device", "cpu"])
+    assert result.exception is None, result.output
+    record = json.loads(Path("runs/my/seed0/record.json").read_text())
+    assert record["preset"] == "my.toml"
+    assert record["config"]["lr"] == preset("digits/sgd").lr
+    assert Stack.resume(Path("runs/my/seed0"), device="cpu").finished
+    assert "no file other.toml" in str(runner.invoke(app, ["train", "other.toml"]).exception)
+
+
+def test_resume_takes_no_settings_and_devices_must_exist(tmp_path):
+    for arguments, message in [
+        (["train", "--resume", str(tmp_path), "--epochs", "3"], "leave out --out, --epochs"),
+        (["train", "digits/sgd", "--device", "cuda:7", "--out", str(tmp_path)], "no such device"),
+        (["train"], "give either a preset"),
+        (["evaluate", str(tmp_path), "--samples", "a"], "must be whole numbers"),
+        (["evaluate", str(tmp_path), "--samples", "0,-1"], "must be whole numbers"),
+    ]:
+        if "cuda:7" in arguments and torch.cuda.is_available():
+            continue
+        result = CliRunner().invoke(app, arguments)
+        assert message in str(result.exception)
+
+
+def test_the_table_of_an_evaluation_has_intervals_but_for_the_ece(tmp_path):
+    start(tmp_path, "sgd").train()
+    result = CliRunner().invoke(app, ["evaluate", str(tmp_path), "--samples", "0", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    (summary,) = evaluate(tmp_path, samples=[0], device="cpu").values()
+    assert result.output.count("[") == 3  # accuracy, NLL and AUROC
+    low, high = summary.intervals["nll"]
+    assert f"[{low:.3f}, {high:.3f}]" in result.output
+    assert f"{summary.ece:.4f}" in result.output
+    record = json.loads((tmp_path / "record.json").read_text())["evaluations"]["test"]["0"]
+    assert "ece" in record
+    assert "ece" not in record["intervals"]
+
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_help_teaches():
+    runner = CliRunner()
+    assert "bsam demo" in runner.invoke(app, ["--help"]).output
+    assert "bsam demo --seeds 2" in runner.invoke(app, ["demo", "--help"]).output
+    assert "bsam train digits/bsam" in runner.invoke(app, ["train", "--help"]).output
+    assert "--samples 0,8,64" in runner.invoke(app, ["evaluate", "--help"]).output
+    assert runner.invoke(app, ["demo", "--seeds", "0"]).exit_code == 2
+
+
+def test_configs_lists_and_shows_presets():
+    runner = CliRunner()
+    listed = runner.invoke(app, ["configs"]).output
+    assert "table2/tinyimagenet" in listed
+    shown = runner.invoke(app, ["configs", "table1/cifar10/bsam"]).output
+    assert shown.startswith("# The paper's table 1, CIFAR-10, row bSAM")
+    assert "prior_precision = 25.0   # N delta: precision of the prior" in shown
+    assert from_mapping(tomllib.loads(shown)) == preset("table1/cifar10/bsam")
+    settings = runner.invoke(app, ["configs", "--settings"], env={"COLUMNS": "200"}).output
+    for name, explanation in explanations().items():
+        assert name in settings
+        assert explanation in settings
+
+
+def test_tables_fit_into_80_columns():
+    record = json.loads((ROOT / "results" / "demo.json").read_text())
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(_demo_table(record))
+    shown = console.export_text()
+    for _, row in demo.cells(record):
+        for cell in row:
+            assert cell in shown
+
+
+class TestCommand:
+    def test_list(self):
+        result = CliRunner().invoke(app, ["figure", "list"])
+        assert result.exit_code == 0
+        assert all(name in result.output for name in figures.FIGURES)
+        assert CliRunner().invoke(app, ["figure"]).output == result.output
+
+    @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+    def test_one(self, tmp_path, suffix):
+        path = tmp_path / f"spaces.{suffix}"
+        result = CliRunner().invoke(app, ["figure", "dual-spaces", "--out", str(path)])
+        assert result.exit_code == 0, result.output
+        assert path.stat().st_size > 5000
+
+    def test_without_out(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        assert CliRunner().invoke(app, ["figure", "dual-spaces"]).exit_code == 0
+        assert (tmp_path / "dual-spaces.png").exists()
+
+    def test_all_and_numbers(self, tmp_path, monkeypatch):
+        chosen = {name: figures.FIGURES[name] for name in ("worst-case", "dual-spaces")}
+        monkeypatch.setattr(figures, "FIGURES", chosen)
+        monkeypatch.setattr(numbers, "compute_numbers", lambda: {"a": 1})
+        assert CliRunner().invoke(app, ["figure", "all", "--out", str(tmp_path / "new")]).exit_code == 0
+        written = {path.name for path in (tmp_path / "new").iterdir()}
+        assert written == {"worst-case.png", "dual-spaces.png", "figures.json"}
+        path = tmp_path / "numbers.json"
+        assert CliRunner().invoke(app, ["figure", "numbers", "--out", str(path)]).exit_code == 0
+        assert read_json(path) == {"a": 1}
+
+    def test_an_unknown_name(self):
+        result = CliRunner().invoke(app, ["figure", "mona-lisa"])
+        assert isinstance(result.exception, ValueError)
+        assert "'mona-lisa'" in str(result.exception)
+        assert all(name in str(result.exception) for name in figures.FIGURES)
+
+    def test_an_unknown_ending(self, tmp_path):
+        result = CliRunner().invoke(app, ["figure", "dual-spaces", "--out", str(tmp_path / "x.docx")])
+        assert isinstance(result.exception, ValueError)
+        assert ".svg" in str(result.exception)
