@@ -72,6 +72,12 @@ class Plain:
     def _refuse_if_away(self, what: str) -> None:
         pass
 
+    def _note_start(self) -> None:
+        pass
+
+    def _count_step(self, stacklevel: int) -> None:
+        pass  # torch says nothing of its steps
+
     def _warn_of_unseen(self, slots: list[Slot], stacklevel: int) -> None:
         pass  # torch skips them without a warning
 

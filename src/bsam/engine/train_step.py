@@ -214,6 +214,7 @@ class TrainStep:
         checks.unchanged(self._fixed, self._methods)
         for method in self._methods:
             method._refuse_if_away("take a step")
+            method._note_start()
         if self._watch is not None:
             self._watch.check()
         if _signature(stacked) != self._shapes or self._present_flags() != self._flags:
@@ -228,6 +229,8 @@ class TrainStep:
             mark_as_stepped(optimizer)
         if self._watch is not None:
             self._watch.look(self._skipped)
+        for method in self._methods:
+            method._count_step(stacklevel=4)
         return self._losses.clone() if self._stacked else self._losses[0].clone()
 
     def check(self) -> None:

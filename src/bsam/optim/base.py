@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -43,6 +43,7 @@ from bsam.optim import options
 from bsam.optim.arithmetic import all_finite, clip_gradient, write
 from bsam.optim.base_step import BaseStep
 from bsam.optim.checked import CheckedOptimizer, slots_of
+from bsam.optim.diagnosis import CHECKED_AT, FEWEST_WEIGHTS, SIZE_RULES, Diagnosis, Finding, growth, ratio
 from bsam.optim.leftover import not_left, note_as_left
 from bsam.optim.probing import GradAt, Gradients, MeanSnapshot, Slot, Tally, emptied
 from bsam.optim.together import Parts, obstacle_to_stacking, probe_together
@@ -96,6 +97,8 @@ class ProbingOptimizer(CheckedOptimizer):
         self._executor = Executor(self.vectorise, "the splits are computed in a loop", self.module)
         self._known_closure: Any = None  # the code of the last loss function whose use of the weights was checked
         self._per_example = PerExample(self.module, self.vectorise) if self.per_example and self.module else None
+        self._num_steps = 0  # since this object was made
+        self._start: dict[Tensor, Tensor] = {}  # the norm of each parameter before the first of them
 
     # ------------------------------------------------------------------ the method, given by a subclass
 
@@ -130,6 +133,10 @@ class ProbingOptimizer(CheckedOptimizer):
     def _update(self, slot: Slot, **averages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the new weights and state of a slot, given the averages of the probes' results. Formulas only."""
         raise NotImplementedError
+
+    def _sizes(self, slot: Slot) -> dict[str, Tensor]:
+        """What is added to the weights of a slot, as far as the state tells: `"step"`, `"noise"`, `"perturbation"`."""
+        return {}
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise if an option of this group is out of range."""
@@ -183,6 +190,7 @@ class ProbingOptimizer(CheckedOptimizer):
             self._synchronise()
             slots = self._slots()
 
+        self._note_start()
         known = self.module.parameters() if self.module is not None else (slot.parameter for slot in slots)
         buffers = BufferSnapshot(all_buffers(self.module) if self.module is not None else ())
         self._away = "inside a step"
@@ -212,6 +220,7 @@ class ProbingOptimizer(CheckedOptimizer):
             self._skipped = refused if self._skipped is None else self._skipped.add_(refused)
         note_as_left(slot.parameter.grad for slot in stepped)
         self._warn_of_unseen(slots)
+        self._count_step()
         return losses[0]
 
     def _check_gradients(self, slots: list[Slot]) -> None:
@@ -385,6 +394,60 @@ class ProbingOptimizer(CheckedOptimizer):
             )
         return model
 
+    # ------------------------------------------------------------------ what the state says of the settings
+
+    def diagnose(self) -> Diagnosis:
+        """What the state says about the settings: `print(optimizer.diagnose())`."""
+        self._refuse_if_away("diagnose the optimizer")
+        with torch.no_grad():
+            return Diagnosis(tuple(self._ratios(self._measured_slots())))
+
+    def _ratios(self, slots: list[Slot]) -> list[Finding]:
+        """What the weights and the state of measured slots say: the findings that training warns of."""
+        sizes = [(slot.index, name, size.norm()) for slot in slots for name, size in self._sizes(slot).items()]
+        norms = [slot.mean.norm(dtype=slot.dtype) for slot in slots]
+        starts = [self._start.get(slot.parameter, norm) for slot, norm in zip(slots, norms, strict=True)]
+        numbers = iter(_read([*norms, *starts, *(size for _, _, size in sizes)]))
+        weights = {slot.index: next(numbers) for slot in slots}
+        grown = ratio({str(index): (now, next(numbers)) for index, now in weights.items()})
+        names = {slot.index: self._name(slot) for slot in slots}
+        pairs: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in SIZE_RULES}
+        for index, name, _ in sizes:
+            pairs[name][names[index]] = (next(numbers), weights[index])
+        findings = [growth(grown.total)] if grown is not None and self._start else []
+        for name, (rule, option) in SIZE_RULES.items():
+            found = ratio(pairs[name])
+            if found is not None:
+                findings.append(rule(found, [float(group[option]) for group in self.param_groups]))
+        return findings
+
+    def _measured_slots(self) -> list[Slot]:
+        """The slots whose weights carry the model, see `bsam.optim.diagnosis`."""
+        slots = self._slots()
+        if self._start:
+            slots = [slot for slot in slots if slot.parameter in self._start]
+            norms = _read([self._start[slot.parameter] for slot in slots])
+            slots = [slot for slot, norm in zip(slots, norms, strict=True) if norm > 0]
+        return [slot for slot in slots if slot.parameter.dim() > 1] or slots
+
+    def _note_start(self) -> None:
+        """Before the first step of this object, note how large the weights are."""
+        if not self._num_steps:
+            trained = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
+            self._start = {p: p.norm(dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained}
+
+    def _count_step(self, stacklevel: int = 5) -> None:
+        """Count a step that was taken; after some of them look at the ratios, and warn once if one is bad."""
+        self._num_steps += 1
+        if self._num_steps in CHECKED_AT and "ratios" not in self._warned:
+            slots = self._measured_slots()
+            many = sum(slot.parameter.numel() for slot in slots) >= FEWEST_WEIGHTS
+            bad = [finding.sentence for finding in self._ratios(slots) if finding.is_bad] if many else []
+            if bad:
+                self._warned.add("ratios")
+                text = f"after {self._num_steps} steps: {' '.join(bad)} optimizer.diagnose() says more."
+                warnings.warn(text, stacklevel=stacklevel)
+
     # ------------------------------------------------------------------ copies
 
     def __getstate__(self) -> dict[str, Any]:
@@ -471,3 +534,11 @@ class ProbingOptimizer(CheckedOptimizer):
             f"{'; '.join(bad)}. Weights and state are unchanged. Lower lr or rho, look at the batch, or skip steps "
             "like this one with nonfinite='skip'."
         )
+
+
+def _read(numbers: Sequence[Tensor]) -> list[float]:
+    """Numbers that lie on the device, read at once."""
+    found: list[float] = (
+        torch.stack([each.float().to(numbers[0].device) for each in numbers]).tolist() if numbers else []
+    )
+    return found

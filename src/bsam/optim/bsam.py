@@ -298,6 +298,21 @@ class BSAM(GaussianOptimizer):
         )
         return omega, {"momentum": g_m, "unit_precision": s}
 
+    def _learned_precision(self, slot: Slot) -> Tensor:
+        """The average h of line 8: what s is without its starting value, prior and damping."""
+        s = self._unit_precision(slot)
+        left = self._share_kept(slot.group) ** slot.state["step"].clamp_min(1).double()
+        h = (s - left * slot.group["init_precision"]) / (1 - left) - self._given_precision(slot.group)
+        return h.clamp_min(0).to(s.dtype)
+
+    def _sizes(self, slot: Slot) -> dict[str, Tensor]:
+        sizes = super()._sizes(slot)
+        if slot.group["perturb"]:
+            s = self._unit_precision(slot)
+            g = self._learned_precision(slot) / s.sqrt()  # line 8, solved for |g|
+            sizes["perturbation"] = perturbed(torch.zeros_like(s), g, s, slot.group["rho"])
+        return sizes
+
     def _check_state(self, key: Any, state: dict[str, Any]) -> None:
         s = state["unit_precision"]
         if not bool(((s > 0) & s.isfinite()).all()):

@@ -224,6 +224,16 @@ class IVON(GaussianOptimizer):
         )
         return m, {"momentum": g, "hessian": h}
 
+    def _sizes(self, slot: Slot) -> dict[str, Tensor]:
+        sizes = super()._sizes(slot)
+        beta1, steps = slot.group["betas"][0], slot.state["step"].clamp_min(1)
+        step = sizes["step"] / (1 - beta1 ** steps.double()).to(slot.dtype)  # line 8
+        if slot.group["clip_radius"] is not None:
+            step = step.clamp(
+                -slot.group["lr"] * slot.group["clip_radius"], slot.group["lr"] * slot.group["clip_radius"]
+            )
+        return {**sizes, "step": step}
+
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
         super()._check_state_dict(state_dict)
         for group in state_dict["param_groups"]:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import statistics
 import warnings
+from collections.abc import Sequence, Sized
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from bsam.interrupts import Restored
+from bsam.modules import BufferSnapshot, LossFunction, all_buffers
 from bsam.noise import standard_normal
-from bsam.optim import options
+from bsam.optim import diagnosis, options
 from bsam.optim.base import ProbingOptimizer
+from bsam.optim.diagnosis import Diagnosis
 from bsam.optim.probing import MeanSnapshot, Slot
 from bsam.posterior import DiagonalGaussian
 
@@ -57,6 +62,22 @@ class GaussianOptimizer(ProbingOptimizer):
     def _share_kept(self, group: dict[str, Any]) -> Any:
         """Return the share of the precision that a step keeps: a number, or a tensor if the options are tensors."""
         return group["betas"][1]
+
+    def _given_precision(self, group: dict[str, Any]) -> Any:
+        """The part of the precision that prior and damping give: delta + gamma."""
+        return self._letters(group)["delta"] + group.get("damping", 0.0)
+
+    def _learned_precision(self, slot: Slot) -> Tensor:
+        """The part of the precision that is learned from gradients."""
+        return self._unit_precision(slot) - self._given_precision(slot.group)
+
+    def _sizes(self, slot: Slot) -> dict[str, Tensor]:
+        s = self._unit_precision(slot)
+        sizes = {"step": slot.group["lr"] * slot.state["momentum"] / s}
+        noise_precision = self._noise_precision(slot)
+        if noise_precision is not None:
+            sizes["noise"] = posterior_std(noise_precision, self.effective_num_data)
+        return sizes
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -130,10 +151,7 @@ class GaussianOptimizer(ProbingOptimizer):
         """
         model = self._model_or_own(model)
         slots = [slot for slot in self._slots() if slot.group["sample"]]
-        taken = [(int(slot.state["step"]), float(self._share_kept(slot.group))) for slot in slots]
-        taken = [each for each in taken if each[0]] or taken[:1]  # parameters that no gradient reached do not count
-        steps, share = max(taken, key=lambda each: each[1] ** each[0], default=(0, 0.0))
-        initial = share**steps
+        initial, steps = self._start_left(slots)
         if initial > 0.1:
             warnings.warn(
                 f"after {steps} steps {initial:.0%} of the precision is still its starting value: train longer, or use "
@@ -145,6 +163,65 @@ class GaussianOptimizer(ProbingOptimizer):
             {s.parameter: posterior_std(self._unit_precision(s), self.effective_num_data) for s in slots},
             prior_precision={s.parameter: float(s.group["prior_precision"]) for s in slots},
         )
+
+    def _start_left(self, slots: list[Slot]) -> tuple[float, int]:
+        """The largest share of the precision that is still its starting value, and after how many steps."""
+        taken = [(int(slot.state["step"]), float(self._share_kept(slot.group))) for slot in slots]
+        taken = [each for each in taken if each[0]] or taken[:1]  # parameters that no gradient reached do not count
+        steps, kept = max(taken, key=lambda each: each[1] ** each[0], default=(0, 0.0))
+        return kept**steps, steps
+
+    def diagnose(
+        self, train_set: Sized | None = None, loss_fn: LossFunction | None = None, batch: Sequence[Any] = ()
+    ) -> Diagnosis:
+        """What the state says about the settings, in sentences with numbers and what to change.
+
+        `print(optimizer.diagnose())` shows all findings, `optimizer.diagnose().problems` are those beyond their limits.
+        Nothing changes by asking, and one number per tensor is read from the device.
+
+        Args:
+            train_set: The training set, or the `DataLoader` of it, to compare its length with `num_data`.
+            loss_fn: Returns the loss of `batch`: compares it at samples of the weights with that at their mean.
+            batch: What `loss_fn` is called with.
+        """
+        self._refuse_if_away("diagnose the optimizer")
+        with torch.no_grad():
+            sampled = [slot for slot in self._slots() if slot.group["sample"]]
+            N = self.effective_num_data
+            strongest = max(float(group["prior_precision"]) for group in self.param_groups)
+            findings = [*self._ratios(self._measured_slots()), diagnosis.weight_decay(strongest, N)]
+            if sampled:
+                findings += [
+                    diagnosis.start_left(*self._start_left(sampled)),
+                    diagnosis.prior_share(self._prior_share(sampled)),
+                ]
+            if train_set is not None:
+                data = train_set.dataset if isinstance(train_set, DataLoader) else train_set
+                findings.append(diagnosis.num_data_matches(float(self._option("num_data")), len(data)))  # type: ignore[arg-type]
+            if loss_fn is not None:
+                findings.append(diagnosis.sampled_loss(*self._losses(loss_fn, batch)))
+        return Diagnosis(tuple(findings))
+
+    def _prior_share(self, slots: list[Slot]) -> float:
+        """Which share of the mean precision prior and damping make up, apart from its starting value."""
+        given = sum(float(self._given_precision(slot.group)) * slot.parameter.numel() for slot in slots)
+        learned = sum(float(self._learned_precision(slot).sum(dtype=torch.float64)) for slot in slots)
+        return given / (given + max(learned, 0.0)) if given else 0.0
+
+    def _losses(self, loss_fn: LossFunction, batch: Sequence[Any]) -> tuple[float, float]:
+        """The loss at the mean, and its mean over four samples; buffers and random states stay as they are."""
+        devices = {p.device.index for group in self.param_groups for p in group["params"] if p.is_cuda}
+        buffers = BufferSnapshot(all_buffers(self.module) if self.module is not None else ())
+        with torch.random.fork_rng(devices=sorted(devices)):
+            try:
+                at_mean = float(loss_fn(*batch))
+                at_samples = []
+                for draw in range(4):
+                    with self.sampled(draw):
+                        at_samples.append(float(loss_fn(*batch)))
+            finally:
+                buffers.restore()
+        return at_mean, statistics.fmean(at_samples)
 
     def sampled(self, draw: int | None = None) -> contextlib.AbstractContextManager[None]:
         """Write one sample of the posterior into the model until the block ends; then restore the mean.

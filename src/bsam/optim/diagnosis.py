@@ -1,0 +1,212 @@
+"""What the state of an optimizer says about its settings, in sentences with numbers.
+
+Each rule is a pure function from numbers to a `Finding`. The limits lie above what the runs of the paper and the demo
+show, from the first step to the last: noise up to 0.73 of the weights, steps up to 0.04, and 99.99% of the precision
+from prior and damping.
+
+Ratios to the weights are of root mean squares over all weights that carry the model: tensors of two or more dimensions
+(all, where there are none) that were not zero when this optimizer took its first step. Biases and layers that start at
+zero would make every step look large.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "CHECKED_AT",
+    "FEWEST_WEIGHTS",
+    "SIZE_RULES",
+    "Diagnosis",
+    "Finding",
+    "Ratio",
+    "growth",
+    "noise_size",
+    "num_data_matches",
+    "perturbation_size",
+    "prior_share",
+    "ratio",
+    "sampled_loss",
+    "start_left",
+    "step_size",
+    "weight_decay",
+]
+
+CHECKED_AT = (10, 100, 1000)
+"""Steps of an optimizer after which its ratios are looked at, to warn once."""
+
+FEWEST_WEIGHTS = 256
+"""Training warns of models with so many weights or more: the posterior of a few weights may well be wider than they."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One rule's number, and what it means."""
+
+    name: str
+    value: float
+    limit: float
+    """A value above it is bad."""
+    sentence: str
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the value is above its limit, or not a number."""
+        return not self.value <= self.limit
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The findings about an optimizer. Print it to read them."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def problems(self) -> tuple[Finding, ...]:
+        """The findings that are bad."""
+        return tuple(finding for finding in self.findings if finding.is_bad)
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings)
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    def __getitem__(self, name: str) -> Finding:
+        """The finding of this name."""
+        for finding in self.findings:
+            if finding.name == name:
+                return finding
+        raise KeyError(f"there is no finding {name!r}; there are {', '.join(f.name for f in self.findings)}.")
+
+    def __str__(self) -> str:
+        marked = (f"{'problem' if finding.is_bad else 'ok':>7}  {finding.sentence}" for finding in self.findings)
+        return "\n".join(marked)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The size of something that is added to the weights, divided by the size of the weights (root mean squares)."""
+
+    total: float
+    """Over all weights."""
+    median: float
+    """Over the tensors."""
+    worst: float
+    worst_name: str
+    """The tensor where it is largest."""
+
+    def __str__(self) -> str:
+        return f"{self.total:.2g} (median of the tensors {self.median:.2g}, worst {self.worst:.2g}, {self.worst_name})"
+
+
+def ratio(norms: Mapping[str, tuple[float, float]]) -> Ratio | None:
+    """The ratio of two sizes, of their norms by the name of the tensor; None if all weights are zero."""
+    each = {name: added / weights for name, (added, weights) in norms.items() if weights > 0}
+    if not each:
+        return None
+    added, weights = (math.hypot(*(pair[i] for pair in norms.values())) for i in (0, 1))
+    worst = max(each, key=lambda name: each[name])
+    return Ratio(added / weights, statistics.median(each.values()), each[worst], worst)
+
+
+def _advised(finding: Finding, advice: str) -> Finding:
+    """The finding, with what to change if it is bad."""
+    if not finding.is_bad:
+        return finding
+    return Finding(finding.name, finding.value, finding.limit, f"{finding.sentence} {advice}")
+
+
+# ------------------------------------------------------------------ the rules
+
+
+def growth(times: float) -> Finding:
+    """How many times larger the weights are than at the first step: large steps make large weights, and hide there."""
+    sentence = f"The weights are {times:.3g} times as large as before this optimizer's first step."
+    return _advised(Finding("growth", times, 10.0, sentence), "The steps were far too large: lower lr.")
+
+
+def step_size(found: Ratio, lr: Sequence[float]) -> Finding:
+    """The size of the last step against the weights."""
+    sentence = f"The last step divided by the weights is {found}, with lr={_numbers(lr)}."
+    advice = "A step should change the weights by a few percent at most: lower lr."
+    return _advised(Finding("step", found.total, 0.5, sentence), advice)
+
+
+def noise_size(found: Ratio, num_data: Sequence[float]) -> Finding:
+    """The standard deviation of the noise against the weights."""
+    sentence = f"The noise divided by the weights is {found}, with num_data={_numbers(num_data)}."
+    advice = (
+        "Samples of the weights are mostly noise: is num_data the number of training examples, len(train_set)? If it "
+        "is, raise what the precision starts from and is made of (damping, prior_precision, or IVON's initial_hessian)."
+    )
+    return _advised(Finding("noise", found.total, 1.5, sentence), advice)
+
+
+def perturbation_size(found: Ratio, rho: Sequence[float]) -> Finding:
+    """The size of the adversarial step against the weights, by an estimate of the gradient."""
+    sentence = f"The adversarial step divided by the weights is about {found}, with rho={_numbers(rho)}."
+    advice = "The gradient is taken too far from the weights to say where to go: lower rho."
+    return _advised(Finding("perturbation", found.total, 0.01, sentence), advice)
+
+
+def start_left(share: float, steps: int) -> Finding:
+    """Which share of the precision is still its starting value."""
+    sentence = f"After {steps:,} steps {share:.2g} of the precision is still its starting value."
+    advice = (
+        "The posterior is mostly not learned yet: train longer, or with a smaller beta2 (0.99 forgets it in 230 steps)."
+    )
+    return _advised(Finding("start", share, 0.5, sentence), advice)
+
+
+def prior_share(share: float) -> Finding:
+    """Which share of the mean precision the settings give, whatever the data say."""
+    sentence = f"Prior and damping make up {share:.6g} of the mean precision; the rest is learned from the data."
+    advice = (
+        "The width of the posterior is that of the settings alone: lower damping, and lr with it, or prior_precision."
+    )
+    return _advised(Finding("prior share", share, 0.9999, sentence), advice)
+
+
+def weight_decay(prior_precision: float, N: float) -> Finding:
+    """Which weight decay the prior is."""
+    decay = prior_precision / N
+    sentence = (
+        f"prior_precision={prior_precision:g} is a weight decay of {decay:.2g}, prior_precision / N with N={N:g}."
+    )
+    advice = "Weight decays are 1e-5 to 1e-3 as a rule: lower prior_precision, or see whether num_data is too small."
+    return _advised(Finding("weight decay", decay, 0.03, sentence), advice)
+
+
+def num_data_matches(num_data: float, examples: int) -> Finding:
+    """How far num_data is from the number of training examples, as a factor."""
+    factor = max(num_data / examples, examples / num_data) if examples else math.inf
+    sentence = f"num_data={num_data:g}, and the training set has {examples:,} examples."
+    advice = "num_data sets how wide the posterior is and how much the prior counts: write num_data=len(train_set)."
+    return _advised(Finding("num_data", factor, 2.0, sentence), advice)
+
+
+def sampled_loss(at_mean: float, at_samples: float) -> Finding:
+    """The loss at samples of the weights against the loss at their mean.
+
+    Bad where it is larger by more than half a unit and by more than the loss at the mean.
+    """
+    sentence = f"The loss is {at_samples:.4g} at samples of the weights, and {at_mean:.4g} at their mean."
+    advice = "The noise destroys what the mean has learned: is num_data too small, or damping?"
+    return _advised(Finding("loss", at_samples, at_mean + max(abs(at_mean), 0.5), sentence), advice)
+
+
+def _numbers(values: Sequence[float]) -> str:
+    """The different values of the groups."""
+    return " and ".join(f"{value:.6g}" for value in sorted(set(values)))
+
+
+SIZE_RULES: dict[str, tuple[Callable[[Ratio, Sequence[float]], Finding], str]] = {
+    "step": (step_size, "lr"),
+    "noise": (noise_size, "num_data"),
+    "perturbation": (perturbation_size, "rho"),
+}
+"""The rules for what is added to the weights, by its name in `ProbingOptimizer._sizes`, and the option that sets it."""

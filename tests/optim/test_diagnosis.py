@@ -1,0 +1,327 @@
+"""Every rule hears of a small run that is broken by a factor of 100, and none speaks in the settings that work."""
+
+import copy
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import bsam
+from bsam.experiments.data import load
+from bsam.experiments.data.table import DATASETS
+from bsam.experiments.demo import load_demo
+from bsam.experiments.methods import make_optimizer
+from bsam.experiments.models import make_model
+from bsam.experiments.paper.presets import preset, preset_names
+from bsam.experiments.trainer import Trainer
+from bsam.optim import diagnosis
+
+DEMO = load_demo()
+DIGITS = {"bsam": DEMO.digits["bsam"], "vogn": DEMO.digits["vogn"], "ivon": preset("digits/ivon")}
+
+
+def trained(config, steps, *, num_data_times=1.0):
+    """A run after some steps, and the warnings that it gave."""
+    trainer = Trainer(config, load(config.dataset, validation=config.validation), seed=0)
+    for group in trainer.optimizer.param_groups:
+        group["num_data"] *= num_data_times
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        for _, _ in zip(range(steps), trainer.steps(), strict=False):
+            pass
+    return trainer, [str(each.message) for each in given]
+
+
+def names(found):
+    return [finding.name for finding in found]
+
+
+def problems(trainer, **options):
+    return names(trainer.optimizer.diagnose(**options).problems)
+
+
+# ------------------------------------------------------------------ settings that work
+
+
+@pytest.mark.parametrize("method", DIGITS)
+def test_nothing_is_said_of_the_demo(method):
+    config = replace(DIGITS[method], epochs=12)
+    trainer = Trainer(config, load(config.dataset, validation=config.validation), seed=0)
+    train = trainer.dataset.train
+    heard = set()
+    for _ in trainer.steps():  # warnings are errors here
+        heard |= set(problems(trainer, train_set=train[0])) - {"start"}  # of which there is much at first
+    diagnosed = trainer.optimizer.diagnose(train[0], trainer.loss, (trainer.dataset.normalise(train[0]), train[1]))
+    assert not heard
+    assert not diagnosed.problems, diagnosed
+    assert {"growth", "step", "noise", "weight decay", "start", "prior share", "num_data", "loss"} <= set(
+        names(diagnosed)
+    )
+    assert ("perturbation" in names(diagnosed)) == (method == "bsam")
+
+
+def test_nothing_is_said_of_the_moons():
+    config = replace(DEMO.moons["bsam"], epochs=200)
+    trainer, given = trained(config, 1000)
+    assert not given
+    assert not problems(trainer)
+
+
+GAUSSIAN_PRESETS = [name for name in preset_names() if preset(name).method in DIGITS]
+
+
+@pytest.mark.parametrize("name", GAUSSIAN_PRESETS)
+def test_no_rule_speaks_at_the_end_of_a_preset(name):
+    """The rules that settings and length of a run decide."""
+    config = preset(name)
+    num_data = DATASETS[config.dataset].num_train - config.validation
+    steps = config.epochs * num_data // config.batch_size
+    kept = 1 - config.beta2 if config.statistics == "latest" else config.beta2
+    decay = diagnosis.weight_decay(config.prior_precision, num_data * config.augmentation_factor)
+    assert not decay.is_bad, decay
+    assert not diagnosis.start_left(kept**steps, steps).is_bad
+
+
+@pytest.mark.parametrize(
+    ("name", "model"), [("table1/cifar10/bsam", "resnet20_frn"), ("table6/fashionmnist/bsam", "lenet5")]
+)
+def test_nothing_is_said_in_the_first_steps_of_a_preset(name, model):
+    """The paper's settings and networks, on noise with its number of examples: ten steps, when it first looks."""
+    config = preset(name)
+    assert config.model == model
+    info = DATASETS[config.dataset]
+    network = make_model(model, num_classes=info.num_classes, image_shape=info.image_shape, seed=0)
+    optimizer = make_optimizer(config, network, info.num_train, seed=0)
+    for _ in range(10):
+        x, y = torch.randn(16, *info.image_shape), torch.randint(info.num_classes, (16,))
+        optimizer.step(lambda x, y: nn.functional.cross_entropy(network(x), y), x, y)
+    assert names(optimizer.diagnose(range(info.num_train)).problems) == ["start"]
+
+
+# ------------------------------------------------------------------ settings that are 100 times off
+
+
+@pytest.mark.parametrize("method", DIGITS)
+def test_a_learning_rate_100_times_too_large_is_heard(method):
+    config = DIGITS[method]
+    trainer, given = trained(replace(config, lr=100 * config.lr), 12)
+    assert len(given) == 1
+    assert "after 10 steps" in given[0]
+    assert "lower lr" in given[0]
+    assert "growth" in problems(trainer)
+
+
+def test_steps_as_large_as_the_weights_are_heard():
+    config = DIGITS["vogn"]
+    trainer, _ = trained(replace(config, lr=100 * config.lr), 2)
+    finding = trainer.optimizer.diagnose()["step"]
+    assert finding.is_bad
+    assert "lower lr" in finding.sentence
+
+
+@pytest.mark.parametrize("method", DIGITS)
+def test_num_data_100_times_too_small_is_heard(method):
+    trainer, given = trained(DIGITS[method], 120, num_data_times=0.01)
+    assert len(given) == 1
+    assert given[0].startswith(f"after {100 if method == 'ivon' else 10} steps")  # IVON's first steps are as wild
+    assert "num_data" in given[0]
+    train = trainer.dataset.train
+    heard = problems(
+        trainer, train_set=train[0], loss_fn=trainer.loss, batch=(trainer.dataset.normalise(train[0]), train[1])
+    )
+    assert {"noise", "num_data"} <= set(heard)
+
+
+def test_num_data_100_times_too_large_is_heard():
+    trainer, given = trained(DIGITS["bsam"], 12, num_data_times=100)
+    assert not given  # the state alone does not tell
+    loader = torch.utils.data.DataLoader(range(600), batch_size=50)
+    for train_set in (range(600), loader):
+        finding = trainer.optimizer.diagnose(train_set)["num_data"]
+        assert finding.is_bad
+        assert finding.value == 100
+        assert "600 examples" in finding.sentence
+
+
+@pytest.mark.parametrize("config", [DIGITS["bsam"], DEMO.moons["bsam"]], ids=["digits", "moons"])
+def test_rho_100_times_too_large_is_heard(config):
+    trainer, given = trained(replace(config, rho=100 * config.rho), 14)
+    assert len(given) == 1
+    assert "after 10 steps" in given[0]
+    assert "lower rho" in given[0]
+    assert "perturbation" in problems(trainer)
+
+
+def test_the_perturbation_is_estimated_well():
+    """Against the one of a step that is taken without noise: rho |g| / s."""
+    config = replace(DIGITS["bsam"], splits=1, sample_noise=False)
+    trainer, _ = trained(config, 1)
+    estimated = trainer.optimizer.diagnose()["perturbation"].value
+    trainer = Trainer(config, load("digits", validation=config.validation), seed=0)
+    weights = [p for p in trainer.model.parameters() if p.dim() > 1]
+    norm = torch.stack([w.norm() for w in weights]).norm()
+    seen = []
+
+    def loss_fn(x, y):
+        loss = trainer.loss(x, y)
+        seen.append(torch.stack([g.norm() for g in torch.autograd.grad(loss, weights, retain_graph=True)]).norm())
+        return loss
+
+    trainer.method = replace(trainer.method, step=lambda o, _, x, y: o.step(loss_fn, x, y))
+    next(trainer.steps())
+    torch.testing.assert_close(estimated, float(config.rho * seen[0] / norm.detach()), rtol=0.02, atol=0)
+
+
+def test_a_damping_100_times_too_large_is_heard():
+    config = DIGITS["vogn"]
+    trainer, _ = trained(replace(config, damping=100 * config.damping), 50)
+    assert problems(trainer) == ["start", "prior share"]
+
+
+def test_a_prior_100_times_too_strong_is_heard():
+    config = DIGITS["vogn"]
+    trainer, _ = trained(replace(config, prior_precision=100 * config.prior_precision), 5)
+    assert "weight decay" in problems(trainer)
+
+
+def test_a_memory_100_times_too_long_is_heard():
+    config = DIGITS["bsam"]
+    trainer, given = trained(replace(config, beta2=1 - (1 - config.beta2) / 100), 200)
+    assert not given
+    assert problems(trainer) == ["start"]
+
+
+def test_a_posterior_that_forgets_what_the_mean_knows_is_heard():
+    config = replace(DIGITS["bsam"], epochs=12)
+    trainer, _ = trained(config, 1000)
+    train = trainer.dataset.train
+    data = trainer.loss, (trainer.dataset.normalise(train[0]), train[1])
+    assert not trainer.optimizer.diagnose(None, *data)["loss"].is_bad
+    for group in trainer.optimizer.param_groups:
+        group["num_data"] /= 100
+    assert trainer.optimizer.diagnose(None, *data)["loss"].is_bad
+
+
+# ------------------------------------------------------------------ the warning
+
+
+def wide():
+    """A network whose steps are far too large, its optimizer, and what a step takes."""
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 3))
+    x, y = torch.randn(32, 20), torch.randint(3, (32,))
+    optimizer = bsam.BSAM(model.parameters(), lr=50.0, num_data=1000, module=model)
+    return model, optimizer, lambda x, y: nn.functional.cross_entropy(model(x), y), x, y
+
+
+def test_it_warns_once_and_not_again_after_loading():
+    _, optimizer, *step = wide()
+    for _ in range(9):
+        optimizer.step(*step)
+    with pytest.warns(UserWarning, match="after 10 steps: The weights are .* times as large") as given:
+        optimizer.step(*step)
+    assert given[0].filename == __file__
+    optimizer.load_state_dict(optimizer.state_dict())
+    for _ in range(100):  # warnings are errors here
+        optimizer.step(*step)
+
+
+def test_a_warning_that_raises_leaves_a_whole_step():
+    _, optimizer, *step = wide()
+    twin = copy.deepcopy(optimizer)
+    for _ in range(9):
+        optimizer.step(*step)
+    with pytest.raises(UserWarning, match="after 10 steps"):
+        optimizer.step(*step)
+    assert all(int(state["step"]) == 10 for state in optimizer.state.values())
+    assert not twin.state
+
+
+def test_a_compiled_step_warns_too():
+    _, optimizer, loss_fn, x, y = wide()
+    step = bsam.TrainStep(optimizer, loss_fn, (x, y), compile=False)
+    for _ in range(9):
+        step(x, y)
+    with pytest.warns(UserWarning, match="after 10 steps") as given:
+        step(x, y)
+    assert given[0].filename == __file__
+    for _ in range(91):
+        step(x, y)
+
+
+def test_sam_warns_of_its_steps():
+    model, _, *step = wide()
+    optimizer = bsam.SAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=50.0, momentum=0.9)
+    for _ in range(9):
+        optimizer.step(*step)
+    with pytest.warns(UserWarning, match="lower lr"):
+        optimizer.step(*step)
+    assert names(optimizer.diagnose()) == ["growth"]
+
+
+def test_a_model_of_few_weights_may_be_uncertain():
+    model = nn.Linear(3, 1)
+    optimizer = bsam.BSAM(model.parameters(), lr=0.1, num_data=4)
+    x, y = torch.randn(4, 3), torch.randn(4, 1)
+    for _ in range(10):
+        optimizer.step(lambda x, y: nn.functional.mse_loss(model(x), y), x, y)
+    assert "noise" in names(optimizer.diagnose().problems)
+
+
+def test_layers_that_start_at_zero_do_not_count():
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 10))
+    nn.init.zeros_(model[2].weight)
+    optimizer = bsam.BSAM(model.parameters(), lr=0.1, num_data=50_000, module=model)
+    x, y = torch.randn(32, 20), torch.randint(10, (32,))
+    for _ in range(10):
+        optimizer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+    found = optimizer.diagnose()["step"]
+    assert "0.weight" in found.sentence
+    assert "2.weight" not in found.sentence
+    nn.init.zeros_(model[0].weight)
+    blank = bsam.BSAM([model[0].weight], lr=0.1, num_data=50_000)
+    assert names(blank.diagnose()) == ["weight decay", "start", "prior share"]
+
+
+# ------------------------------------------------------------------ what is given back
+
+
+def test_asking_changes_nothing():
+    model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Dropout(), nn.Linear(30, 3))
+    optimizer = bsam.BSAM(model.parameters(), lr=0.1, num_data=1000, module=model)
+    x, y = torch.randn(32, 20), torch.randint(3, (32,))
+
+    def loss_fn(x, y):
+        return nn.functional.cross_entropy(model(x), y)
+
+    optimizer.step(loss_fn, x, y)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"], torch.get_rng_state()))
+    optimizer.diagnose(x, loss_fn, (x, y))
+    after = model.state_dict(), optimizer.state_dict()["state"], torch.get_rng_state()
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    with optimizer.sampled(), pytest.raises(RuntimeError, match="cannot diagnose the optimizer inside sampled"):
+        optimizer.diagnose()
+
+
+def test_it_reads_as_sentences():
+    _, optimizer, *step = wide()
+    for _ in range(5):
+        optimizer.step(*step)
+    diagnosed = optimizer.diagnose(range(2000))
+    lines = str(diagnosed).splitlines()
+    assert len(lines) == len(diagnosed) == len(list(diagnosed))
+    for line, finding in zip(lines, diagnosed, strict=True):
+        assert line.split()[0] == ("problem" if finding.is_bad else "ok")
+        assert line.endswith((".", "?", ")."))
+    assert set(diagnosed.problems) == {finding for finding in diagnosed if finding.value > finding.limit}
+    with pytest.raises(KeyError, match="there are growth, step"):
+        diagnosed["sharpness"]
+
+
+def test_numbers_that_are_none_are_bad():
+    assert diagnosis.growth(float("nan")).is_bad
+    assert diagnosis.ratio({}) is None
+    assert diagnosis.ratio({"a": (1.0, 0.0)}) is None
+    found = diagnosis.ratio({"a": (3.0, 1.0), "b": (4.0, 0.0)})
+    assert found == diagnosis.Ratio(5.0, 3.0, 3.0, "a")
