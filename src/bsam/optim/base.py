@@ -135,7 +135,7 @@ class ProbingOptimizer(CheckedOptimizer):
         raise NotImplementedError
 
     def _sizes(self, slot: Slot) -> dict[str, Tensor]:
-        """What is added to the weights of a slot, as far as the state tells: `"step"`, `"noise"`, `"perturbation"`."""
+        """Return what is added to the weights of a slot, as far as the state tells, under names of `SIZE_RULES`."""
         return {}
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -397,13 +397,13 @@ class ProbingOptimizer(CheckedOptimizer):
     # ------------------------------------------------------------------ what the state says of the settings
 
     def diagnose(self) -> Diagnosis:
-        """What the state says about the settings: `print(optimizer.diagnose())`."""
+        """Say what the weights tell about the settings: `print(optimizer.diagnose())`."""
         self._refuse_if_away("diagnose the optimizer")
         with torch.no_grad():
             return Diagnosis(tuple(self._ratios(self._measured_slots())))
 
     def _ratios(self, slots: list[Slot]) -> list[Finding]:
-        """What the weights and the state of measured slots say: the findings that training warns of."""
+        """Return what weights and state of measured slots say: the findings that training warns of."""
         sizes = [(slot.index, name, size.norm()) for slot in slots for name, size in self._sizes(slot).items()]
         norms = [slot.mean.norm(dtype=slot.dtype) for slot in slots]
         starts = [self._start.get(slot.parameter, norm) for slot, norm in zip(slots, norms, strict=True)]
@@ -422,7 +422,7 @@ class ProbingOptimizer(CheckedOptimizer):
         return findings
 
     def _measured_slots(self) -> list[Slot]:
-        """The slots whose weights carry the model, see `bsam.optim.diagnosis`."""
+        """Return the slots whose weights carry the model, see `bsam.optim.diagnosis`."""
         slots = self._slots()
         if self._start:
             slots = [slot for slot in slots if slot.parameter in self._start]
@@ -431,13 +431,13 @@ class ProbingOptimizer(CheckedOptimizer):
         return [slot for slot in slots if slot.parameter.dim() > 1] or slots
 
     def _note_start(self) -> None:
-        """Before the first step of this object, note how large the weights are."""
+        """Note how large the weights are, before the first step of this object."""
         if not self._num_steps:
             trained = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
             self._start = {p: p.norm(dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained}
 
     def _count_step(self, stacklevel: int = 5) -> None:
-        """Count a step that was taken; after some of them look at the ratios, and warn once if one is bad."""
+        """Count a step. After some of them, look at the ratios, and warn once if one is bad."""
         self._num_steps += 1
         if self._num_steps in CHECKED_AT and "ratios" not in self._warned:
             slots = self._measured_slots()
@@ -537,7 +537,7 @@ class ProbingOptimizer(CheckedOptimizer):
 
 
 def _read(numbers: Sequence[Tensor]) -> list[float]:
-    """Numbers that lie on the device, read at once."""
+    """Read numbers from the device, all at once."""
     found: list[float] = (
         torch.stack([each.float().to(numbers[0].device) for each in numbers]).tolist() if numbers else []
     )

@@ -299,10 +299,10 @@ class BSAM(GaussianOptimizer):
         return omega, {"momentum": g_m, "unit_precision": s}
 
     def _learned_precision(self, slot: Slot) -> Tensor:
-        """The average h of line 8: what s is without its starting value, prior and damping."""
+        """Return the average h of line 8, which is s without its starting value, prior and damping."""
         s = self._unit_precision(slot)
         left = self._share_kept(slot.group) ** slot.state["step"].clamp_min(1).double()
-        h = (s - left * slot.group["init_precision"]) / (1 - left) - self._given_precision(slot.group)
+        h: Tensor = (s - left * slot.group["init_precision"]) / (1 - left) - self._given_precision(slot.group)
         return h.clamp_min(0).to(s.dtype)
 
     def _sizes(self, slot: Slot) -> dict[str, Tensor]:

@@ -64,12 +64,12 @@ class GaussianOptimizer(ProbingOptimizer):
         return group["betas"][1]
 
     def _given_precision(self, group: dict[str, Any]) -> Any:
-        """The part of the precision that prior and damping give: delta + gamma."""
+        """Return the part of the precision that the settings give, delta + gamma."""
         return self._letters(group)["delta"] + group.get("damping", 0.0)
 
     def _learned_precision(self, slot: Slot) -> Tensor:
-        """The part of the precision that is learned from gradients."""
-        return self._unit_precision(slot) - self._given_precision(slot.group)
+        """Return the part of the precision that is learned from gradients."""
+        return self._unit_precision(slot).sub(self._given_precision(slot.group))
 
     def _sizes(self, slot: Slot) -> dict[str, Tensor]:
         s = self._unit_precision(slot)
@@ -165,7 +165,7 @@ class GaussianOptimizer(ProbingOptimizer):
         )
 
     def _start_left(self, slots: list[Slot]) -> tuple[float, int]:
-        """The largest share of the precision that is still its starting value, and after how many steps."""
+        """Return the largest share of the precision that is still its starting value, and after how many steps."""
         taken = [(int(slot.state["step"]), float(self._share_kept(slot.group))) for slot in slots]
         taken = [each for each in taken if each[0]] or taken[:1]  # parameters that no gradient reached do not count
         steps, kept = max(taken, key=lambda each: each[1] ** each[0], default=(0, 0.0))
@@ -174,7 +174,7 @@ class GaussianOptimizer(ProbingOptimizer):
     def diagnose(
         self, train_set: Sized | None = None, loss_fn: LossFunction | None = None, batch: Sequence[Any] = ()
     ) -> Diagnosis:
-        """What the state says about the settings, in sentences with numbers and what to change.
+        """Say what the state tells about the settings, in sentences with numbers and what to change.
 
         `print(optimizer.diagnose())` shows all findings, `optimizer.diagnose().problems` are those beyond their limits.
         Nothing changes by asking, and one number per tensor is read from the device.
@@ -203,13 +203,13 @@ class GaussianOptimizer(ProbingOptimizer):
         return Diagnosis(tuple(findings))
 
     def _prior_share(self, slots: list[Slot]) -> float:
-        """Which share of the mean precision prior and damping make up, apart from its starting value."""
+        """Return the share of prior and damping in the mean precision, apart from its starting value."""
         given = sum(float(self._given_precision(slot.group)) * slot.parameter.numel() for slot in slots)
         learned = sum(float(self._learned_precision(slot).sum(dtype=torch.float64)) for slot in slots)
         return given / (given + max(learned, 0.0)) if given else 0.0
 
     def _losses(self, loss_fn: LossFunction, batch: Sequence[Any]) -> tuple[float, float]:
-        """The loss at the mean, and its mean over four samples; buffers and random states stay as they are."""
+        """Return the loss at the mean, and the mean loss at four samples. Buffers and random states do not change."""
         devices = {p.device.index for group in self.param_groups for p in group["params"] if p.is_cuda}
         buffers = BufferSnapshot(all_buffers(self.module) if self.module is not None else ())
         with torch.random.fork_rng(devices=sorted(devices)):
