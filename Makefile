@@ -24,7 +24,7 @@ test: $(VENV)/.installed  ## run the tests, the code in README and docs, and the
 	$(PYTEST) -m "not browser"
 
 quick: $(VENV)/.installed  ## run what takes about a minute on two cores: the library without engine and experiments
-	$(PYTEST) -m "not slow and not browser" tests/optim tests/posterior tests/theory tests/test_*.py
+	$(PYTEST) -m "not slow and not browser" tests/optim tests/posterior tests/prediction tests/theory tests/test_*.py
 
 test-browser: $(VENV)/.installed  ## run the tests that look at pages in Chromium
 	$(BIN)/python -m pytest -m browser tests

@@ -1,242 +1,25 @@
+"""The biconjugate and the worst case: three ways to compute them, their properties, and what is refused."""
+
 import math
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.integrate import quad
 from scipy.optimize import minimize
 
 from bsam.theory.fenchel import (
     biconjugate,
     conjugate,
-    conjugate_over_gaussians,
-    expectation,
     expected_negative_loss,
     max_loss,
     max_loss_in_ball,
-    smoothed,
     worst_case,
 )
 from bsam.theory.gaussian import Diagonal, Full, Isotropic, Univariate
 from bsam.theory.losses import Loss, Majorant, logistic_regression, quadratic, separable_data, three_minima
-
-from .problems import moved, number, random_losses, two_dimensional, wavy
-
-H = np.array([[2.0, 0.5], [0.5, 1.0]])
-CENTER = np.array([1.0, 2.0])
-V = np.array([[0.5, -0.2], [-0.2, 0.6]])
-SINE = Loss(np.sin, np.cos, lambda t: -np.sin(t), majorant=Majorant(1.0))
-
-
-NOT_A_NUMBER = Loss(
-    lambda t: np.where(np.abs(t) > 2, np.nan, t),
-    np.ones_like,
-    np.zeros_like,
-    majorant=Majorant(1.0, slope=1.0),
-)
-
-
-def theta_to_the_fourth(majorant=None):
-    return Loss(lambda t: t**4, lambda t: 4 * t**3, lambda t: 12 * t**2, majorant=majorant)
-
-
-class TestExpectation:
-    def test_moments(self):
-        omega, v = np.array([0.3, -2.0]), np.array([0.5, 4.0])
-        result = expectation(lambda t: t**4, omega, v)
-        np.testing.assert_allclose(result.value, omega**4 + 6 * omega**2 * v + 3 * v**2, rtol=1e-13)
-        assert (result.error <= 1e-10 * (1 + result.value)).all()
-
-    def test_a_wave_on_a_grid(self):
-        omega, v = np.meshgrid(np.linspace(-3, 3, 7), [0.0, 0.1, 1.0, 9.0])
-        np.testing.assert_allclose(expectation(np.sin, omega, v).value, np.exp(-v / 2) * np.sin(omega), atol=1e-12)
-
-    def test_a_narrow_step_meets_its_tolerance(self):
-        """log(1 + exp(-30 z)): singularities 0.1 from the line."""
-        result = expectation(lambda z: np.logaddexp(0, -30 * z), 0.2, 1.0)
-        density = lambda z: np.exp(-((z - 0.2) ** 2) / 2) / math.sqrt(2 * math.pi)  # noqa: E731
-        exact = sum(
-            quad(lambda z: np.logaddexp(0, -30 * z) * density(z), *ends, epsabs=1e-13)[0]
-            for ends in ((-9, -0.5), (-0.5, 0), (0, 0.5), (0.5, 9))
-        )
-        assert abs(result.value - exact) < 1e-10
-
-    def test_in_the_plane_and_of_arrays(self):
-        mean = np.array([[0.5, -1.0], [2.0, 0.0]])
-        result = expectation(lambda t: t[..., :, None] * t[..., None, :], mean, V, dim=2)
-        np.testing.assert_allclose(result.value, mean[:, :, None] * mean[:, None, :] + V, rtol=1e-12)
-
-    def test_the_reported_error_is_honest(self):
-        for tolerance in (1e-2, 1e-4, 1e-6):
-            result = expectation(lambda z: np.logaddexp(0, -10 * z), 0.0, 1.0, tolerance=tolerance)
-            exact = expectation(lambda z: np.logaddexp(0, -10 * z), 0.0, 1.0, tolerance=1e-13).value
-            assert abs(result.value - exact) <= result.error + 1e-14
-
-    @pytest.mark.parametrize("v", [1.0, 1e2, 1e4, 1e6])
-    def test_wells_between_wide_nodes_are_seen(self, v):
-        """A bowl with three Gaussian wells: both have an expectation in closed form."""
-        center, width, depth = np.array([[-4.0, 0.0, 3.6], [0.35, 1.5, 0.3], [3.4, 2.2, 2.9]])
-        omega = np.array([-40.0, -4.0, 0.0, 3.0, 10.0, 13.0, 200.0])
-        spread = width**2 + v
-        wells = depth * width / np.sqrt(spread) * np.exp(-((omega[:, None] - center) ** 2) / (2 * spread))
-        exact = -3 - 0.06 * (omega**2 + v) + wells.sum(1)
-        for at, value in zip(omega, exact, strict=True):
-            found = expected_negative_loss(three_minima(), at, v)
-            assert abs(found.value - value) <= 1e-10 * (1 + abs(value))
-
-    def test_a_wide_gaussian_in_the_plane(self):
-        well = lambda t: -np.exp(-((t - CENTER) ** 2).sum(-1) / 2)  # noqa: E731
-        found = expectation(well, np.array([9.0, -7.0]), 100 * np.eye(2), dim=2)
-        distance = ((np.array([9.0, -7.0]) - CENTER) ** 2).sum()
-        np.testing.assert_allclose(found.value, -np.exp(-distance / 202) / 101, rtol=1e-8)
-
-    def test_the_resolution_is_the_callers(self):
-        narrow = lambda t: np.exp(-((t - 10.3) ** 2) / (2 * 0.01**2))  # noqa: E731
-        exact = 0.01 / np.sqrt(1 + 0.01**2 / 100**2) / 100 * np.exp(-(10.3**2) / (2 * (100**2 + 0.01**2)))
-        np.testing.assert_allclose(expectation(narrow, 0.0, 1e4, resolution=0.02).value, exact, atol=1e-9)
-        with pytest.raises(RuntimeError, match=r"resolution=0\.0001, raise"):
-            expectation(narrow, 0.0, 1e4, resolution=1e-4)
-
-    def test_a_function_that_is_not_finite_is_an_error(self):
-        with pytest.raises(ValueError, match=r"not finite.*logaddexp"):
-            expected_negative_loss(NOT_A_NUMBER, 0.0, 1.0)
-
-    def test_an_unreachable_tolerance_is_an_error(self):
-        with pytest.raises(RuntimeError, match="max_points"):
-            expectation(lambda z: np.sign(z - 0.1), 0.0, 1.0)
-
-    def test_smoothed_is_a_loss(self):
-        loss = smoothed(SINE, 0.5)
-        theta = np.linspace(-3, 3, 5)
-        np.testing.assert_allclose(loss(theta), np.exp(-0.25) * np.sin(theta), atol=1e-12)
-        np.testing.assert_allclose(loss.gradient(theta), np.exp(-0.25) * np.cos(theta), atol=1e-12)
-        np.testing.assert_allclose(loss.hessian(theta), -np.exp(-0.25) * np.sin(theta), atol=1e-12)
-        many = np.linspace(-50, 50, 1001)
-        original = wavy(0.5, 0.2, [(0.7, 2.0, 0.1)], [(1.0, -2.0, 0.5)])
-        wide = smoothed(original, 2.0)
-        assert (wide(many) <= wide.majorant(many)).all()
-        plane = smoothed(quadratic(CENTER, H), 0.5)
-        np.testing.assert_allclose(plane(np.zeros(2)), CENTER @ H @ CENTER / 2 + 0.25 * np.trace(H))
-        np.testing.assert_allclose(plane.majorant(np.zeros(2)), plane(np.zeros(2)))
-
-
-class TestMaxLoss:
-    @settings(deadline=None, max_examples=40)
-    @given(random_losses, number(-3, 3), number(0.05, 3))
-    def test_on_the_line_against_brute_force(self, loss, m, margin):
-        S = loss.majorant.curvature + margin
-        value, eps = max_loss(loss, m, S)
-        radius = float(loss.majorant.radius(np.asarray(m), margin, loss(m)))
-        grid = np.linspace(-radius, radius, 400_001)
-        J = loss(m + grid) - S * grid**2 / 2
-        assert J.max() - 1e-10 * (1 + abs(J.max())) <= value <= J.max() + 40 * (radius / 200_000) ** 2 + 1e-9
-        np.testing.assert_allclose(loss(m + eps) - S * eps**2 / 2, value, rtol=1e-12, atol=1e-12)
-        np.testing.assert_allclose(loss.gradient(m + eps), S * eps, rtol=1e-6, atol=1e-6)  # eps = sigma^2 g
-
-    def test_on_grids_and_infinite(self):
-        loss = three_minima()
-        m, S = np.meshgrid(np.linspace(-5, 5, 11), [0.05, 0.12, 0.2, 1.0, 30.0])
-        value, eps = max_loss(loss, m, S)
-        assert value.shape == eps.shape == m.shape
-        assert np.isinf(value[:2]).all()  # 1/sigma^2 at most the curvature of the bowl
-        assert np.isfinite(value[2:]).all()
-        assert value[3, 4] == max_loss(loss, m[3, 4], S[3, 4]).value
-        assert (np.diff(value[2:], axis=0) <= 0).all()  # the price of eps rises with S
-
-    def test_in_the_plane_against_brute_force(self):
-        loss = two_dimensional()
-        S = loss.majorant.curvature + np.array([[1.0, 0.2], [0.2, 0.6]])
-        for m in np.array([[0.0, 0.0], [3.0, -2.0], [-1.0, 2.0]]):
-            value, eps = max_loss(loss, m, S)
-            axis = np.linspace(-6, 6, 601)
-            grid = np.stack(np.meshgrid(axis, axis), -1).reshape(-1, 2)
-            J = loss(m + grid) - ((grid @ S) * grid).sum(1) / 2
-            assert J.max() <= value <= J.max() + 1e-3
-            np.testing.assert_allclose(loss.gradient(m + eps), S @ eps, atol=1e-5)
-
-    def test_far_from_zero(self):
-        for center in (50.0, 1e4, 1e6):
-            m = np.linspace(-5.1, 4.9, 11)
-            value, eps = max_loss(moved(three_minima(), center), center + m, 1.0)
-            near = max_loss(three_minima(), m, 1.0)
-            np.testing.assert_allclose(value, near.value, rtol=1e-8)
-            np.testing.assert_allclose(eps, near.perturbation, atol=1e-6)
-        both = max_loss(three_minima(), [-1e3, 0.3, 1e3], 1.0).value
-        np.testing.assert_array_equal(both, [max_loss(three_minima(), m, 1.0).value for m in (-1e3, 0.3, 1e3)])
-
-    def test_a_precision_given_as_a_number(self):
-        loss = two_dimensional()
-        np.testing.assert_allclose(
-            max_loss(loss, np.zeros(2), 3.0).value, max_loss(loss, np.zeros(2), 3.0 * np.eye(2)).value
-        )
-        assert max_loss(loss, np.zeros(2), 0.5).value == np.inf
-
-    def test_in_a_ball(self):
-        loss, theta = three_minima(), np.linspace(-6, 6, 25).reshape(5, 5)
-        value, eps = max_loss_in_ball(loss, theta, 0.7)
-        brute = loss(theta[..., None] + np.linspace(-0.7, 0.7, 20_001)).max(-1)
-        np.testing.assert_allclose(value, brute, atol=1e-6)
-        assert (value >= brute - 1e-12).all()
-        assert (np.abs(eps) <= 0.7 + 1e-12).all()
-        assert (np.abs(eps) < 0.69).any()  # some have a maximum inside
-        plane = two_dimensional()
-        value, eps = max_loss_in_ball(plane, np.array([2.0, -1.0]), 0.8)
-        angle = np.linspace(0, 2 * np.pi, 100_001)
-        circle = 0.8 * np.stack([np.cos(angle), np.sin(angle)], 1)
-        np.testing.assert_allclose(value, plane(np.array([2.0, -1.0]) + circle).max(), rtol=1e-8)
-        assert np.linalg.norm(eps) <= 0.8 * (1 + 1e-12)
-        np.testing.assert_allclose(max_loss_in_ball(plane, CENTER, 0.0).value, plane(CENTER))
-
-
-class TestConjugate:
-    def test_quadratic_in_closed_form(self):
-        a, c, constant = 0.7, 1.5, 0.3
-        loss = quadratic(c, a, constant)
-        l1, l2 = np.meshgrid([-2.0, 0.0, 3.0], [-0.4, -1.0, -5.0])
-        expected = (l1 - a * c) ** 2 / (4 * (-l2 - a / 2)) + constant + a * c**2 / 2
-        np.testing.assert_allclose(conjugate(loss, (l1, l2)).value, expected, rtol=1e-12)
-        assert conjugate(loss, (0.0, -0.35)).value == np.inf
-        assert conjugate(loss, (0.0, 1.0)).value == np.inf
-
-    def test_quadratic_in_the_plane(self):
-        loss = quadratic(CENTER, H, 0.3)
-        l1, l2 = np.array([0.3, -1.0]), -np.array([[2.0, 0.1], [0.1, 1.0]])
-        d = l1 - H @ CENTER
-        expected = d @ np.linalg.solve(-l2 - H / 2, d) / 4 + 0.3 + CENTER @ H @ CENTER / 2
-        f_star = conjugate(loss, (l1, l2))
-        np.testing.assert_allclose(f_star.value, expected, rtol=1e-10)
-        np.testing.assert_allclose(loss(f_star.theta) + l1 @ f_star.theta + f_star.theta @ l2 @ f_star.theta, expected)
-        assert conjugate(loss, (l1, -H / 2)).value == np.inf
-
-    @settings(deadline=None, max_examples=15)
-    @given(random_losses, number(-2, 2), number(0.2, 3))
-    def test_theorem_1_over_gaussians(self, loss, lambda_1, margin):
-        """The supremum over mu grows to the supremum over theta when the variance shrinks."""
-        natural = lambda_1, -(loss.majorant.curvature + margin) / 2
-        f_star = conjugate(loss, natural).value
-        over_mu = [conjugate_over_gaussians(loss, natural, v) for v in (1.0, 0.1, 0.01, 0.001)]
-        assert all(a <= b + 1e-9 for a, b in zip(over_mu, [*over_mu[1:], f_star], strict=True))
-        assert f_star - over_mu[-1] <= 0.001 / 2 * 60  # v / 2 times the curvature at the maximum
-
-    def test_theorem_1_in_the_plane(self):
-        loss = two_dimensional()
-        natural = np.array([-1.0, 0.5]), -(loss.majorant.curvature + np.eye(2)) / 2
-        over_mu = [conjugate_over_gaussians(loss, natural, v) for v in (0.1, 0.001)]
-        f_star = conjugate(loss, natural).value
-        assert over_mu[0] < over_mu[1] < f_star < over_mu[1] + 0.005
-
-    def test_no_majorant_is_an_error(self):
-        with pytest.raises(ValueError, match="infinite everywhere"):
-            conjugate(theta_to_the_fourth(), (0.0, -1.0))
-        with pytest.raises(ValueError, match="declares no majorant"):
-            biconjugate(theta_to_the_fourth(), 0.0, 1.0)
-        with pytest.raises(ValueError, match="exceeds majorant"):
-            conjugate(theta_to_the_fourth(Majorant(100.0, curvature=1.0)), (0.0, -1.0))
-
-    def test_a_search_too_long_is_an_error(self):
-        with pytest.raises(ValueError, match="Raise the resolution"):
-            conjugate(quadratic(0.0, 1.0), (1.0, -0.5 - 1e-7))
+from tests.theory.fenchel.losses import CENTER, NOT_A_NUMBER, SINE, H, V, theta_to_the_fourth
+from tests.theory.problems import moved, number, random_losses, two_dimensional
 
 
 def direct_biconjugate(loss, omega, v):

@@ -1,0 +1,307 @@
+"""`predict`: kinds of data, what it refuses, and what it leaves unchanged."""
+
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from bsam.posterior import DiagonalGaussian, PointMass
+from bsam.prediction import predict
+from tests.prediction.models import (
+    ConvNet,
+    D,
+    K,
+    assert_close,
+    assert_unchanged,
+    classes,
+    gaussian,
+    images,
+    literal_outputs,
+    mlp,
+    seeded,
+    state_of,
+    vectors,
+)
+
+# ---------------------------------------------------------------- the definition
+
+pytestmark = pytest.mark.usefixtures("_try_vmap")
+
+
+def test_seeds():
+    model, x = seeded(mlp), vectors(6)
+    q = gaussian(model)
+    a, b = (predict(model, q, x, seed=seed).log_probs for seed in (0, 1))
+    assert not torch.equal(a, b)
+    assert torch.equal(a, predict(model, q, x, seed=0).log_probs)
+
+
+@pytest.mark.parametrize("num_samples", [0, 32])
+def test_point_and_mean(num_samples):
+    model, x = seeded(mlp), vectors(9)
+    q = PointMass.from_model(model) if num_samples else gaussian(model)
+    result = predict(model, q, x, num_samples=num_samples)
+    model.eval()
+    assert torch.equal(result.log_probs, model(x).log_softmax(-1))
+    assert (result.mutual_information == 0).all()
+    assert result.computed_by == "mean"
+    assert result.num_samples == num_samples
+    assert result.labels is None
+
+
+def test_model_may_hold_other_weights():
+    model, other, x = seeded(mlp), seeded(mlp, seed=1), vectors(9)
+    q = gaussian(model)
+    before = state_of(other)
+    for vectorise in (True, False):
+        assert_close(predict(model, q, x, num_samples=3), predict(other, q, x, num_samples=3, vectorise=vectorise))
+    assert_unchanged(before, other)
+
+
+# ---------------------------------------------------------------- data
+
+
+def test_kinds_of_data():
+    model, x, y = seeded(mlp), vectors(10), classes(10)
+    q = gaussian(model)
+    expected = predict(model, q, (x, y), num_samples=3)
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    cases = {
+        "loader": loader,
+        "generator": (batch for batch in loader),
+        "pairs": [(x[:3], y[:3]), (x[3:], y[3:])],
+        "keywords": [{"input": x[:3], "labels": y[:3]}, {"input": x[3:], "labels": y[3:]}],
+        "label": [{"input": x, "label": y}],
+        "pair with keywords": [({"input": x}, y)],
+        "pair with arguments": [((x,), y)],
+        "column of labels": [(x, y[:, None])],
+        "labels as a list": [(x, y.tolist())],
+        "float labels": (x, y.double()),
+    }
+    for name, data in cases.items():
+        result = predict(model, q, data, num_samples=3)
+        assert torch.equal(result.labels, y), name
+        assert result.labels.dtype == torch.int64
+        assert_close(expected, result)
+    for data in (x, [x[:4], x[4:]], DataLoader(TensorDataset(x), batch_size=3), DataLoader(x, batch_size=3)):
+        result = predict(model, q, data, num_samples=3)
+        assert result.labels is None
+        assert_close(expected, result)
+
+
+def test_data_is_read_once():
+    reads = []
+
+    class Once:
+        def __iter__(self):
+            reads.append(1)
+            return iter([vectors(4), vectors(4)])
+
+    model = seeded(mlp)
+    assert len(predict(model, gaussian(model), Once(), num_samples=4)) == 8
+    assert reads == [1]
+
+
+class Keywords(nn.Module):
+    """As a transformers model: keywords in, an object with logits out."""
+
+    def __init__(self, out):
+        super().__init__()
+        self.layer, self.out = nn.Linear(D, K), out
+
+    def forward(self, *, features, scale=1.0):
+        return self.out(self.layer(features) * scale)
+
+
+@pytest.mark.parametrize("out", [lambda y: SimpleNamespace(logits=y), lambda y: {"logits": y}, lambda y: y])
+def test_outputs_with_logits(out):
+    model, x, y = seeded(lambda: Keywords(out)), vectors(6), classes(6)
+    q = gaussian(model)
+    batches = [{"features": x, "scale": 2.0, "labels": y}]
+    results = [predict(model, q, batches, num_samples=3, vectorise=v) for v in (True, False)]
+    assert_close(*results)
+    expected = literal_outputs(model.layer, DiagonalGaussian.from_model(model.layer, {}), x, 1)[0]
+    mean = predict(model, q, batches, num_samples=0)
+    assert torch.equal(mean.log_probs, (2 * expected).log_softmax(-1))
+
+
+def test_forward_hook():
+    model, x = seeded(mlp), vectors(6)
+    q = gaussian(model)
+    data = [{"x": x[:4]}, {"x": x[4:]}]
+    for vectorise in (True, False):
+        result = predict(
+            model,
+            q,
+            data,
+            num_samples=3,
+            vectorise=vectorise,
+            forward=lambda model, inputs: model[3](model[:3](inputs["x"])),
+        )
+        assert_close(predict(model, q, x, num_samples=3), result)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        ([], ValueError, "no batches"),
+        (iter(()), ValueError, "no batches"),
+        (torch.zeros(0, D), ValueError, "data is empty"),
+        ((torch.zeros(0, D), torch.zeros(0)), ValueError, "data is empty"),
+        ((vectors(5), classes(4)), ValueError, "5 inputs and 4 labels"),
+        ({"input": vectors(5)}, TypeError, r"write \[data\]"),
+        (TensorDataset(vectors(5)), TypeError, "DataLoader"),
+        (3, TypeError, "data is of type int"),
+        ([(vectors(5), classes(5)), vectors(5)], ValueError, "batch 1 has no labels, unlike earlier batches"),
+        ([vectors(5), (vectors(5), classes(5))], ValueError, "batch 1 has labels, unlike earlier batches"),
+        ([(vectors(5), vectors(5), classes(5))], ValueError, "a batch has 3 parts"),
+        ([(vectors(5), classes(4))], ValueError, r"labels of shape \(4,\) came with outputs for 5 examples"),
+        ([(vectors(5), F.one_hot(classes(5)))], ValueError, "argmax"),
+        ([(vectors(5), classes(5) + 0.5)], ValueError, "labels must be class numbers"),
+        (vectors(5)[:, :2], RuntimeError, "shapes cannot be multiplied"),
+    ],
+)
+def test_data_that_is_refused(data, error, message):
+    model = seeded(mlp)
+    before = state_of(model)
+    with pytest.raises(error, match=message):
+        predict(model, gaussian(model), data, num_samples=2)
+    assert_unchanged(before, model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_samples": -1}, "num_samples=-1 must be an integer >= 0"),
+        ({"num_samples": 1.0}, "num_samples=1.0"),
+        ({"chunk": 0}, "chunk=0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"seed": 0.5}, "seed=0.5"),
+        ({"likelihood": "poisson"}, "likelihood='poisson' must be one of"),
+        ({"likelihood": "gaussian"}, "noise_std=None must be"),
+        ({"likelihood": "gaussian", "noise_std": 0.0}, "noise_std=0.0 must be"),
+        ({"noise_std": 1.0}, "leave it out"),
+    ],
+)
+def test_options_that_are_refused(options, message):
+    model = seeded(mlp)
+    with pytest.raises(ValueError, match=message):
+        predict(model, gaussian(model), vectors(5), **options)
+
+
+def test_outputs_that_are_no_tensor():
+    model = seeded(lambda: Keywords(lambda y: (y,)))
+    with pytest.raises(TypeError, match="the model returned tuple"):
+        predict(model, gaussian(model), [{"features": vectors(3)}])
+
+
+# ---------------------------------------------------------------- what stays as it was
+
+
+def test_everything_is_restored():
+    model = seeded(ConvNet)
+    model.body[1].eval()  # a frozen layer in a model in training mode
+    q = gaussian(model)
+    with torch.no_grad():
+        model.head.weight.add_(1)
+        model.body[1].running_mean.add_(1)
+    before = state_of(model)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    for vectorise in (True, False):
+        predict(model, q, images(5), num_samples=3, vectorise=vectorise)
+        assert_unchanged(before, model)
+    assert addresses == [p.data_ptr() for p in model.parameters()]
+    assert all(p.is_leaf and p.requires_grad and p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("vectorise", [None, True, False])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_everything_is_restored_after_a_failure(vectorise, error):
+    model = seeded(ConvNet)
+    q = gaussian(model)
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    before = state_of(model)
+
+    def batches():
+        yield images(4)
+        raise error
+
+    def forward(model, x):
+        model(x)
+        raise error
+
+    with pytest.raises(error):
+        predict(model, q, batches(), num_samples=3, vectorise=vectorise)
+    assert_unchanged(before, model)
+    with pytest.raises(error):
+        predict(model, q, images(4), num_samples=3, vectorise=vectorise, forward=forward)
+    assert_unchanged(before, model)
+
+
+def test_posterior_of_another_model():
+    model = seeded(mlp)
+    before = state_of(model)
+    reads = []
+    with pytest.raises(ValueError, match="does not fit the model"):
+        predict(model, gaussian(seeded(ConvNet)), (reads.append(1) for _ in range(1)))
+    assert_unchanged(before, model)
+    assert not reads
+
+
+def test_global_generator_is_untouched():
+    model = seeded(mlp)
+    loader = DataLoader(TensorDataset(vectors(6)), batch_size=2)  # draws a seed for its workers
+    state = torch.get_rng_state()
+    for vectorise in (True, False):
+        predict(model, gaussian(model), loader, vectorise=vectorise)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_predictions_carry_no_graph():
+    model = seeded(mlp)
+    x = vectors(4).requires_grad_()
+    for result in (predict(model, gaussian(model), x, vectorise=v) for v in (True, False)):
+        assert not result.log_probs.requires_grad
+        assert not result.log_probs.is_inference()
+
+
+def test_inside_inference_mode():
+    model, x = seeded(mlp), vectors(4)
+    expected = predict(model, gaussian(model), x)
+    with torch.inference_mode():
+        for vectorise in (None, False):
+            assert_close(expected, predict(model, gaussian(model), x, vectorise=vectorise))
+
+
+# ---------------------------------------------------------------- progress
+
+
+def test_progress(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    model = seeded(mlp)
+
+    def run(progress):
+        return predict(model, gaussian(model), iter([vectors(2)] * 3), num_samples=0, progress=progress)
+
+    for stream, progress, shown in (
+        (Terminal, True, True),
+        (Terminal, None, False),  # done before two seconds
+        (Terminal, False, False),
+        (io.StringIO, None, False),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream())
+        assert len(run(progress)) == 6
+        assert bool(sys.stderr.getvalue()) == shown
+    monkeypatch.setitem(sys.modules, "rich", None)  # not installed
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert len(run(True)) == 6
+    assert not sys.stderr.getvalue()

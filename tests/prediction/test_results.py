@@ -1,0 +1,82 @@
+"""The results of `predict`, and their files."""
+
+import os
+
+import pytest
+import torch
+
+from bsam import metrics
+from bsam.files import write_file
+from bsam.prediction import GaussianPredictions, Predictions, predict
+from tests.prediction.models import K, classes, gaussian, mlp, seeded, vectors
+
+pytestmark = pytest.mark.usefixtures("_try_vmap")
+
+
+def some_predictions(kind, labelled):
+    model, x = seeded(lambda: mlp(K if kind is Predictions else 1)), vectors(6)
+    data = (x, classes(6)) if labelled else x
+    options = {} if kind is Predictions else {"likelihood": "gaussian", "noise_std": 0.1}
+    return predict(model, gaussian(model), data, num_samples=3, seed=4, **options)
+
+
+@pytest.mark.parametrize("kind", [Predictions, GaussianPredictions])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_save_and_load(kind, labelled, tmp_path):
+    result = some_predictions(kind, labelled)
+    result.save(tmp_path / "p.safetensors")
+    loaded = kind.load(tmp_path / "p.safetensors")
+    assert os.listdir(tmp_path) == ["p.safetensors"]
+    assert repr(loaded) == repr(result)
+    for name, value in vars(result).items():
+        other = getattr(loaded, name)
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+
+
+def test_load_refuses(tmp_path):
+    path = tmp_path / "p"
+    some_predictions(Predictions, True).save(path)
+    with pytest.raises(ValueError, match="kind='classes': expected 'gaussian'"):
+        GaussianPredictions.load(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match="not a complete one"):
+        Predictions.load(path)
+    path.write_bytes(whole.replace(b"num_samples", b"num_sbmples"))
+    with pytest.raises(ValueError, match=f"{path} is damaged"):
+        Predictions.load(path)
+    settings = {"num_sbmples": 3, "seed": 0}  # of a file that is whole
+    write_file(path, {"log_probs": torch.zeros(3, 2)}, format="bsam.predictions", kind="classes", settings=settings)
+    with pytest.raises(ValueError, match="num_sbmples") as caught:
+        Predictions.load(path)
+    assert str(path) in str(caught.value)
+    model = seeded(mlp)
+    gaussian(model).save(path)
+    with pytest.raises(ValueError, match=r"format='bsam\.posterior': expected 'bsam\.predictions'"):
+        Predictions.load(path)
+
+
+def test_shapes_of_results_are_checked():
+    good = {"log_probs": torch.zeros(3, 2), "mutual_information": torch.zeros(3), "labels": torch.zeros(3)}
+    Predictions(**good, num_samples=1, seed=0)
+    for name, bad in (("log_probs", torch.zeros(3)), ("mutual_information", torch.zeros(2)), ("labels", 3)):
+        with pytest.raises((ValueError, TypeError), match=name):
+            Predictions(**{**good, name: bad}, num_samples=1, seed=0)
+    real = {"mean": torch.zeros(3), "epistemic_variance": torch.zeros(3), "targets": None, "log_density": None}
+    GaussianPredictions(**real, noise_std=1.0, num_samples=1, seed=0)
+    for name, bad in (("mean", None), ("epistemic_variance", torch.zeros(3, 1)), ("log_density", torch.zeros(2))):
+        with pytest.raises((ValueError, TypeError), match=name):
+            GaussianPredictions(**{**real, name: bad}, noise_std=1.0, num_samples=1, seed=0)
+
+
+def test_repr():
+    assert repr(some_predictions(Predictions, True)) == (
+        "Predictions(6 examples, 3 classes, with labels, num_samples=3, seed=4, computed_by='vmap')"
+    )
+    assert repr(some_predictions(GaussianPredictions, False)) == (
+        "GaussianPredictions(6 examples, no targets, noise_std=0.1, num_samples=3, seed=4, computed_by='vmap')"
+    )
+
+
+def test_metrics_take_predictions():
+    assert metrics.summary(some_predictions(Predictions, True), num_bootstrap=0).num_examples == 6
