@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.optim.test_contract import cross_entropy
+from tests.optim.contract import cross_entropy
 from tests.optimizers import METHODS, make
 from tests.sigint import same
 

@@ -1,7 +1,7 @@
 """The optimizers that the contract tests run over, in one list: a new method is one entry in METHODS.
 
-tests/optim/test_contract.py, tests/optim/test_together.py, tests/engine/test_train_step.py, tests/pytorch_suite.py,
-tests/fuzz.py, tests/sigint.py and tests/test_distributed.py read it.
+The tests in tests/optim and tests/engine, tests/pytorch_suite.py, tests/fuzz.py, tests/sigint.py and
+tests/test_distributed.py read it.
 """
 
 from __future__ import annotations

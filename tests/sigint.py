@@ -21,7 +21,7 @@ from torch import nn
 
 import bsam
 from bsam.posterior.base import holds_sample
-from tests.optim.test_contract import batch, cross_entropy, network
+from tests.optim.contract import batch, cross_entropy, network
 from tests.optimizers import METHODS, make
 
 

@@ -18,7 +18,7 @@ import bsam
 from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
 from bsam.experiments.record import read_json, write_json
 from bsam.files import checksum, locked, remove_leftovers, replacing, write_file, write_text
-from tests.optim.test_contract import assert_same
+from tests.optim.contract import assert_same
 
 NUM_FLIPS = 200
 

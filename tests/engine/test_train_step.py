@@ -1,101 +1,38 @@
 """`TrainStep` takes the steps of the plain loop, one run or several, and leaves model and optimizer their own."""
 
 import copy
-import shutil
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import lr_scheduler
 
 import bsam
 from bsam import TrainStep
 from bsam.compiler import layers
 from bsam.experiments.models import make_model
 from bsam.kernels.convolution import Convolution
-from bsam.optim.base_step import BaseStep
+from tests.engine.runs import (
+    GAUSSIAN,
+    PROBING,
+    SPLITS,
+    Run,
+    batches_of,
+    every_optimizer,
+    gpu_batch,
+    make_optimizer,
+    needs_compiler,
+    network_of,
+    on_cuda,
+    on_gpu,
+    refuses,
+    spoiled,
+    stack,
+    stacked,
+)
 from tests.networks import assert_close, make_batch, make_network, mean_loss
-from tests.optim.test_contract import assert_same
-from tests.optimizers import METHODS, make
-
-SPLITS = 4
-PROBING = list(METHODS)
-TORCH = {
-    "SGD": lambda params, **options: torch.optim.SGD(params, lr=0.1, momentum=0.9, **options),
-    "Adam": lambda params, **options: torch.optim.Adam(params, lr=0.01, **options),
-}
-GAUSSIAN = [name for name in PROBING if METHODS[name].gaussian]
-
-
-def make_optimizer(name, params, module, seed=0, **options):
-    if name in TORCH:
-        return TORCH[name](params, **options)
-    own = {"seed": seed} if name in GAUSSIAN else {}
-    return make(name, params, module=module, **{"splits": SPLITS, **own, **options})
-
-
-every_optimizer = pytest.mark.parametrize("name", [*PROBING, *TORCH])
-
-
-class Run:
-    """A model and its optimizer, stepped by a `TrainStep` or by the plain loop."""
-
-    def __init__(self, name, network="mlp", *, seed=0, params=nn.Module.parameters, **options):
-        self.model = make_network(network, seed)
-        self.name = name
-        self.optimizer = make_optimizer(name, params(self.model), self.model, seed, **options)
-        self.loss_fn = mean_loss(self.model)
-
-    def engine(self, batch, **options):
-        options = {"compile": False, "module": self.model, **options}
-        return TrainStep(self.optimizer, self.loss_fn, batch, **options)
-
-    def loop(self, *batch):
-        if self.name in PROBING:
-            return self.optimizer.step(self.loss_fn, *batch)
-        self.optimizer.zero_grad()
-        loss = self.loss_fn(*batch)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-    def state(self):
-        """Everything that training changes, as copies."""
-        return copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
-
-    def load(self, state):
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
-    def addresses(self):
-        return [t.data_ptr() for t in (*self.model.parameters(), *self.model.buffers())]
-
-
-def network_of(name):
-    """VOGN refuses BatchNorm, which mixes examples."""
-    return "convolutional" if name in METHODS and METHODS[name].per_example else "normalised"
-
-
-def batches_of(network, count, size=16):
-    return [make_batch(network, size, seed) for seed in range(count)]
-
-
-def stack(batches):
-    return tuple(torch.stack(column) for column in zip(*batches, strict=True))
-
-
-def stacked(runs, batches, **options):
-    """One step of several runs."""
-    return TrainStep(
-        [run.optimizer for run in runs],
-        [run.loss_fn for run in runs],
-        stack(batches),
-        module=[run.model for run in runs],
-        **{"compile": False, **options},
-    )
-
+from tests.optim.contract import assert_same
 
 # ---------------------------------------------------------------------- the numbers of the loop
 
@@ -168,34 +105,6 @@ def test_options_of_the_whole_optimizer(options):
     batches = batches_of("normalised", 4)
     step = ours.engine(batches[0])
     for batch in batches:
-        assert_close(step(*batch), plain.loop(*batch))
-    assert_close(ours.state(), plain.state())
-
-
-@every_optimizer
-def test_schedules_are_followed(name):
-    ours, plain = Run(name), Run(name)
-    batches = batches_of("mlp", 6)
-    step = ours.engine(batches[0])
-    schedules = [lr_scheduler.CosineAnnealingLR(run.optimizer, 6) for run in (ours, plain)]
-    for batch in batches:
-        assert_close(step(*batch), plain.loop(*batch))
-        for schedule in schedules:
-            schedule.step()
-    assert_close(ours.state(), plain.state())
-
-
-@pytest.mark.parametrize("name", PROBING)
-def test_every_rate_may_change_between_steps(name):
-    ours, plain = Run(name), Run(name)
-    rates = METHODS[name].other_rates
-    assert set(ours.optimizer.rates) <= set(rates)
-    changes = [{}, *({rate: value} for rate, value in rates.items())]
-    batches = batches_of("mlp", len(changes))
-    step = ours.engine(batches[0])
-    for batch, change in zip(batches, changes, strict=True):
-        for run in (ours, plain):
-            run.optimizer.param_groups[0].update(change)
         assert_close(step(*batch), plain.loop(*batch))
     assert_close(ours.state(), plain.state())
 
@@ -275,11 +184,6 @@ def test_16_bit_weights_keep_a_state_of_32(name, options):
         assert (state["curvature"] != state["curvature"].bfloat16()).any()
 
 
-needs_compiler = pytest.mark.skipif(
-    shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler"
-)
-
-
 @needs_compiler
 @pytest.mark.parametrize("splits", [SPLITS, 8])  # means over 8 would not be a part of other kernels by themselves
 def test_a_compiled_step_is_that_of_the_loop(splits):
@@ -311,23 +215,6 @@ def test_compiled_runs_together_are_each_alone(name):
 
 
 # ---------------------------------------------------------------------- weights and state stay the model's
-
-
-@every_optimizer
-def test_parameters_stay_where_and_what_they_are(name):
-    network = network_of(name)
-    run = Run(name, network)
-    parameters, buffers = list(run.model.parameters()), dict(run.model.named_buffers())
-    batch = make_batch(network, 16)
-    step = run.engine(batch)
-    addresses = run.addresses()
-    for _ in range(3):
-        step(*batch)
-        assert run.addresses() == addresses
-    assert all(a is b for a, b in zip(run.model.parameters(), parameters, strict=True))
-    assert all(a is b for a, b in zip(run.optimizer.param_groups[0]["params"], parameters, strict=True))
-    assert all(p.is_leaf and p.requires_grad for p in parameters)
-    assert dict(run.model.named_buffers()).keys() == buffers.keys()
 
 
 @every_optimizer
@@ -371,26 +258,6 @@ def test_a_state_may_be_loaded_between_steps(name):
         assert_close(step(*batch), plain.loop(*batch))
     assert_close(run.state(), plain.state())
     assert run.addresses() == addresses
-
-
-def test_parameters_of_vogn_start_each_by_itself():
-    """The first step of a parameter has no noise, and begins its curvature: also beside others that have begun."""
-    together, alone = ([Run("VOGN", seed=seed) for seed in (3, 5)] for _ in range(2))
-    batches = batches_of("mlp", 2)
-    step = stacked(together, batches)
-    for run, batch in zip(alone, batches, strict=True):
-        run.loop(*batch)
-    for number, (run, other) in enumerate(zip(alone, together, strict=True)):
-        saved = run.state()
-        saved["optimizer"]["state"][number + 1]["step"].zero_()
-        for each in (run, other):
-            each.model.load_state_dict(saved["model"])
-            each.optimizer.load_state_dict(saved["optimizer"])
-    for _ in range(2):
-        losses = step(*stack(batches))
-        assert_close(list(losses), [run.loop(*batch) for run, batch in zip(alone, batches, strict=True)])
-    for one, other in zip(together, alone, strict=True):
-        assert_close(one.state(), other.state())
 
 
 def test_weights_and_buffers_that_were_replaced_are_taken_over():
@@ -450,20 +317,6 @@ def test_runs_together_are_each_alone(name):
     assert not torch.equal(weights[0], weights[1])
 
 
-@pytest.mark.parametrize("name", GAUSSIAN)
-def test_seeds_have_noise_of_their_own(name):
-    runs = [Run(name) for _ in range(3)]
-    for seed, run in zip((0, 1, 0), runs, strict=True):
-        run.optimizer.param_groups[0]["seed"] = seed
-    batch = make_batch("mlp", 16)
-    step = stacked(runs, [batch] * 3)
-    for _ in range(3):  # the first of VOGN has no noise
-        step(*stack([batch] * 3))
-    a, b, c = (run.model.state_dict() for run in runs)
-    assert_same(a, c)
-    assert not torch.equal(a["0.weight"], b["0.weight"])
-
-
 def test_each_run_is_left_out_by_itself():
     runs, plain = ([Run("BSAM", "normalised", seed=seed, nonfinite="skip") for seed in (0, 1)] for _ in range(2))
     batch = make_batch("normalised", 16)
@@ -489,13 +342,6 @@ def test_a_ragged_step_that_is_not_finite_is_taken_by_the_other_runs():
 
 
 # ---------------------------------------------------------------------- numbers that are not finite
-
-
-def spoiled(batch):
-    x, y = batch
-    x = x.clone()
-    x[9] = torch.inf
-    return x, y
 
 
 @pytest.mark.parametrize("name", PROBING)
@@ -531,32 +377,7 @@ def test_a_step_that_is_not_finite_raises(name, size):
     step(*good)  # and it goes on
 
 
-@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.0}])
-def test_a_fused_step_that_is_left_out_leaves_nothing(options):
-    parameter = nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.SGD([parameter], lr=0.1, fused=True, **options)
-    plain = nn.Parameter(torch.ones(4))
-    expected = torch.optim.SGD([plain], lr=0.1, **options)
-    step = BaseStep(optimizer, hooks=True)
-    for value, refused in ((torch.nan, 1.0), (2.0, 0.0), (torch.nan, 1.0), (3.0, 0.0)):
-        step([(parameter, torch.full((4,), value))], torch.tensor(refused))
-        if not refused:
-            plain.grad = torch.full((4,), value)
-            expected.step()
-        assert_close(parameter.detach(), plain.detach(), tolerance=1e-6)
-    assert not hasattr(optimizer, "found_inf")
-
-
 # ---------------------------------------------------------------------- what cannot be done is refused at once
-
-
-def refuses(runs, make, error, message):
-    """`make()` raises, and nothing has changed: not even where the weights are."""
-    before, addresses = [run.state() for run in runs], [run.addresses() for run in runs]
-    with pytest.raises(error, match=message):
-        make()
-    assert_same([run.state() for run in runs], before)
-    assert [run.addresses() for run in runs] == addresses
 
 
 def test_the_model_must_be_known():
@@ -578,39 +399,6 @@ def test_runs_need_one_of_each():
     )
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (
-            lambda: Run("BSAM", curvature="abs_mean"),
-            "the runs differ in curvature: mean_abs and abs_mean. Runs that are",
-        ),
-        (lambda: Run("SAM-SGD"), "must have optimizers of one class"),
-        (lambda: Run("BSAM", "partly frozen"), "the model of run 1 differs from the model of run 0"),
-        (lambda: Run("BSAM", "convolutional"), "the model of run 1 differs from the model of run 0"),
-    ],
-)
-def test_runs_must_be_alike(other, message):
-    runs = [Run("BSAM"), other()]
-    refuses(runs, lambda: stacked(runs, [make_batch("mlp", 16)] * 2), ValueError, message)
-
-
-def test_every_run_must_have_its_own_loss():
-    runs = [Run("BSAM", seed=seed) for seed in (0, 1)]
-    runs[1].loss_fn = runs[0].loss_fn
-    make = lambda: stacked(runs, [make_batch("mlp", 16)] * 2)  # noqa: E731
-    refuses(runs, make, ValueError, "no gradient reaches any parameter of the optimizer of run 1")
-
-
-def test_a_batch_must_have_a_row_for_each_run():
-    runs = [Run("BSAM", seed=seed) for seed in (0, 1)]
-    batch = make_batch("mlp", 16)
-    message = r"a tensor of the batch has shape \(3, 16, 12\): with 2 runs it must be \(2, examples, ...\)"
-    refuses(runs, lambda: stacked(runs, [batch] * 3), ValueError, message)
-    step = stacked(runs, [batch] * 2)
-    refuses(runs, lambda: step(*stack([batch] * 3)), ValueError, message)
-
-
 @pytest.mark.parametrize(("size", "message"), [(18, "have different sizes"), (3, "cannot be cut into 4 parts")])
 def test_the_example_must_be_cut_evenly(size, message):
     run = Run("BSAM")
@@ -622,12 +410,6 @@ def test_what_the_optimizer_refuses_is_refused():
     refuses([run], lambda: run.engine(make_batch("normalised", 16)), ValueError, "layer 1 is a BatchNorm2d that uses")
     run = Run("BSAM", "normalised", batch_norm="all")
     refuses([run], lambda: run.engine(make_batch("normalised", 16)), ValueError, "batch_norm='all' moves running stat")
-
-
-def test_optimizers_that_evaluate_the_loss_are_refused():
-    run = Run("SGD")
-    run.optimizer = torch.optim.LBFGS(run.model.parameters())
-    refuses([run], lambda: run.engine(make_batch("mlp", 16)), ValueError, "LBFGS evaluates the loss by itself")
 
 
 def test_loss_functions_must_look_weights_up_in_the_module():
@@ -653,52 +435,6 @@ def test_process_groups_are_refused():
     make = lambda: TrainStep(run.optimizer, run.loss_fn, make_batch("mlp", 16), compile=False)  # noqa: E731
     with pytest.raises(ValueError, match=r"process_group= goes with optimizer.step: TrainStep trains on one device"):
         make()
-
-
-@pytest.mark.parametrize("change", [{"num_data": 200}, {"seed": 4}, {"perturb": False}, {"splits": 2}])
-def test_what_is_compiled_in_may_not_change(change):
-    run = Run("BSAM")
-    batch = make_batch("mlp", 16)
-    step = run.engine(batch)
-    step(*batch)
-    ((option, value),) = change.items()
-    run.optimizer.param_groups[0][option] = value
-    refuses([run], lambda: step(*batch), ValueError, f"{option} was .* when the TrainStep was made, and is {value} now")
-
-
-def test_groups_may_not_be_added():
-    run = Run("BSAM", params=lambda model: model[0].parameters())
-    batch = make_batch("mlp", 16)
-    step = run.engine(batch)
-    run.optimizer.add_param_group({"params": list(run.model[2].parameters())})
-    refuses([run], lambda: step(*batch), ValueError, "a group of parameters was added after the TrainStep was made")
-
-
-DIFFERENT_RATES = {name: METHODS[name].other_rates for name in PROBING} | {
-    "SGD": {"lr": 0.3, "momentum": 0.5, "weight_decay": 0.1},
-    "Adam": {"lr": 0.03, "betas": (0.5, 0.9), "weight_decay": 0.1},
-}
-
-
-@every_optimizer
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=needs_compiler)])
-def test_runs_may_differ_in_their_rates(name, compile):
-    """Three runs, the second with other rates, each as it would be alone; the third's change on the way."""
-    network = "mlp"
-    ours, alone = ([Run(name, network, seed=seed) for seed in range(3)] for _ in range(2))
-    for runs in (ours, alone):
-        runs[1].optimizer.param_groups[0].update(DIFFERENT_RATES[name])
-    batches = batches_of(network, 3)
-    step = stacked(ours, batches, compile=compile)
-    for count in range(4):
-        if count == 2:
-            for runs in (ours, alone):
-                runs[2].optimizer.param_groups[0]["lr"] = 0.007
-        losses = step(*stack(batches))
-        expected = [run.loop(*batch) for run, batch in zip(alone, batches, strict=True)]
-        assert_close(losses, torch.stack(expected))
-        for run, other in zip(ours, alone, strict=True):
-            assert_close(run.state()["model"], other.state()["model"])
 
 
 class TwoHeads(nn.Module):
@@ -741,56 +477,6 @@ def test_a_frozen_parameter_is_not_moved_by_a_gradient_that_it_has(name):
 
 
 # ---------------------------------------------------------------------- layers exchanged, as on a GPU
-
-on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@pytest.fixture
-def _ieee(monkeypatch):
-    """Products of float32 are not rounded."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
-class Wide(nn.Module):
-    """Convolutions wide enough for our own kernels."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
-            nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 16, 4),
-        )  # fmt: skip
-
-    def forward(self, x):
-        return self.layers(x)
-
-
-FLOAT32 = {
-    "BSAM": {"lr": 0.1, "prior_precision": 25.0},
-    "SAM-SGD": {"rho": 0.1},
-    "SAM-Adam": {"rho": 0.1},
-    "VOGN": {"lr": 0.01, "prior_precision": 25.0, "damping": 0.01},
-}
-"""Rates at which the tolerances of float32 below were found."""
-
-
-def on_gpu(name, seed=0, dtype=torch.float32, device="cuda", **options):
-    run = Run(name, seed=seed)
-    torch.manual_seed(seed)
-    run.model = Wide().to(device, dtype)
-    if name == "VOGN":
-        run.model.layers[1] = nn.Identity()
-    parameters = options.pop("params", nn.Module.parameters)(run.model)
-    run.optimizer = make_optimizer(name, parameters, run.model, seed, **{**FLOAT32.get(name, {}), **options})
-    run.loss_fn = mean_loss(run.model)
-    return run
-
-
-def gpu_batch(seed=0, size=16, dtype=torch.float32, device="cuda"):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(size, 3, 8, 8, generator=generator, dtype=dtype)
-    return x.to(device), torch.randint(4, (size,), generator=generator).to(device)
 
 
 @pytest.fixture
@@ -867,94 +553,6 @@ def test_a_captured_step_is_that_of_the_loop_in_float64():
 
 @pytest.mark.gpu
 @on_cuda
-@pytest.mark.usefixtures("_ieee")
-def test_groups_without_noise_come_before_those_with_noise():
-    def groups(model):
-        return [{"params": model.layers[:3].parameters(), "sample": False}, {"params": model.layers[3:].parameters()}]
-
-    ours, plain = on_gpu("BSAM", params=groups), on_gpu("BSAM", params=groups, vectorise=False)
-    batch = gpu_batch()
-    step = ours.engine(batch, compile=False)
-    for _ in range(2):
-        assert_close(step(*batch), plain.loop(*batch), tolerance=1e-5)
-    assert_close(ours.model.state_dict(), plain.model.state_dict(), tolerance=1e-5)
-
-
-@pytest.mark.gpu
-@on_cuda
-def test_every_replay_has_fresh_noise():
-    run = on_gpu("BSAM")
-    batch = gpu_batch()
-    step = run.engine(batch, compile=True)
-    (pack,), (theta,) = step._packs, step._draws.theta
-    drawn = []
-    for _ in range(3):
-        omega, precision = pack.weights.clone(), 100 * pack.state["unit_precision"]
-        step(*batch)
-        drawn.append((theta - omega[:, None]) * precision[:, None].sqrt())
-    first, second, third = (z[:, :, :1000] for z in drawn)
-    for z in (first, second, third):
-        assert 0.9 < z.std() < 1.1
-    for a, b in ((first, second), (second, third)):
-        assert 0.9 < (a - b).std() / 2**0.5 < 1.1  # independent, and not the same again
-
-
-@pytest.mark.gpu
-@on_cuda
-@pytest.mark.parametrize("name", GAUSSIAN)
-def test_the_sampling_kernel_draws_what_the_optimizer_draws(name):
-    runs = [on_gpu(name, seed=seed) for seed in (0, 7)]
-    step = stacked(runs, [gpu_batch()] * 2, compile=False)
-    for _ in range(2):
-        step(*stack([gpu_batch()] * 2))
-    step._draws()
-    for run, each in enumerate(runs):
-        for pack, theta in zip(step._packs, step._draws.theta, strict=True):
-            for slot, start, size in zip(pack.runs[run], pack.offsets, pack.sizes, strict=True):
-                for split in range(SPLITS):
-                    expected = each.optimizer._theta(slot, split).detach().flatten()
-                    assert_close(theta[run, split, start : start + size], expected, tolerance=1e-6)
-
-
-@pytest.mark.gpu
-@on_cuda
-@pytest.mark.usefixtures("_ieee")
-@pytest.mark.parametrize("name", ["SGD", "Adam", "SAM-SGD", "SAM-Adam"])
-def test_captured_steps_of_torch_follow_their_optimizer(name):
-    """Learning rates, other options, a loaded state and a hook, all after the step was captured."""
-    captured, plain = on_gpu(name), on_gpu(name)
-    steps = [
-        run.engine(gpu_batch(), compile=False, cuda_graph=graph) for run, graph in ((captured, True), (plain, False))
-    ]
-
-    def both(change=lambda optimizer: None):
-        for run, step in zip((captured, plain), steps, strict=True):
-            change(run.optimizer)
-            for k in range(3):
-                step(*gpu_batch(k))
-        assert_close(captured.model.state_dict(), plain.model.state_dict(), tolerance=1e-6)
-
-    def set_option(key, value):
-        return lambda optimizer: optimizer.param_groups[0].update({key: value})
-
-    both()
-    graph = steps[0]._captured_steps
-    both(set_option("lr", 0.03))
-    assert graph is not None
-    assert steps[0]._captured_steps is graph
-    both(set_option("weight_decay", 0.1))
-    assert steps[0]._captured_steps is not graph
-    both(lambda optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())))
-    assert captured.optimizer.param_groups[0]["lr"] == 0.03
-    seen = []
-    base = getattr(captured.optimizer, "base_optimizer", captured.optimizer)
-    base.register_step_post_hook(lambda *_: seen.append(1))
-    both()
-    assert len(seen) == (0 if "SAM" in name else 3)  # SAM calls none of its base optimizer's hooks
-
-
-@pytest.mark.gpu
-@on_cuda
 @pytest.mark.parametrize("name", ["BSAM", "SAM-SGD", "Adam"])
 def test_a_captured_run_goes_on_where_it_was_saved(name):
     batches = [gpu_batch(k) for k in range(6)]
@@ -992,29 +590,6 @@ def test_a_captured_step_that_is_not_finite_is_left_out(name):
     step(*gpu_batch(1, 10))  # a ragged batch after a refused one is taken
     assert not torch.equal(run.model.layers[0].weight, moved["layers.0.weight"])
     assert run.optimizer.skipped_steps == 2
-
-
-@pytest.mark.gpu
-@on_cuda
-@pytest.mark.parametrize("name", ["BSAM", "SGD"])
-def test_a_captured_step_that_is_not_finite_raises_soon(name):
-    run = on_gpu(name)
-    good = gpu_batch()
-    step = run.engine(good, compile=True)
-    step(*good)
-    torch.cuda.synchronize()
-    step(*good)
-    before = run.state()["model"]
-    step(*spoiled(good))
-    assert_same(run.state()["model"], before)
-    with pytest.raises(FloatingPointError, match="Its step was skipped"):  # noqa: PT012
-        for _ in range(3):
-            torch.cuda.synchronize()
-            step(*good)
-    step.check()  # it has been said
-    step(*spoiled(good))
-    with pytest.raises(FloatingPointError, match="Its step was skipped"):
-        step.check()  # also of the last step
 
 
 @pytest.mark.gpu

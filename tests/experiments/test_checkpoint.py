@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 import bsam.files
 from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
-from tests.optim.test_contract import assert_same
+from tests.optim.contract import assert_same
 
 STATE = {
     "epoch": 3,

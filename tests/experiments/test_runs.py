@@ -22,7 +22,7 @@ from bsam.experiments.paper.presets import preset, preset_names
 from bsam.experiments.runs import Run, RunBusyError, RunInterruptedError, choose_device
 from bsam.experiments.stacks import Stack
 from bsam.files import locked
-from tests.optim.test_contract import assert_same
+from tests.optim.contract import assert_same
 
 SHORT = {method: ["epochs=3", "batch_size=200", "beta2=0.5", "validation=0"] for method in METHODS}
 SHORT["ivon"] = ["epochs=3", "batch_size=200", "validation=0"]  # it diverges with a beta2 that small

@@ -17,7 +17,7 @@ from bsam.experiments.runs import Run, RunInterruptedError
 from bsam.experiments.stacks import Stack
 from tests.experiments.test_runs import short
 from tests.networks import assert_close
-from tests.optim.test_contract import assert_same
+from tests.optim.contract import assert_same
 
 SEEDS = [0, 3]
 

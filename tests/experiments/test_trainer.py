@@ -9,7 +9,7 @@ from bsam.experiments.config import override
 from bsam.experiments.methods import METHODS
 from bsam.experiments.trainer import Trainer
 from tests.experiments.test_runs import short
-from tests.optim.test_contract import assert_same
+from tests.optim.contract import assert_same
 
 
 @pytest.mark.filterwarnings("ignore:after .* steps:UserWarning")  # IVON's run is short

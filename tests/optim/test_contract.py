@@ -23,64 +23,11 @@ from torch.optim import lr_scheduler
 
 import bsam
 from tests.extragradient import Extragradient
+from tests.optim.contract import assert_same, batch, cross_entropy, network, snapshot, take_step, weights
 from tests.optimizers import METHODS, make
 from tests.problems import holding
 
 pytestmark = pytest.mark.parametrize("name", METHODS)
-
-
-def take_step(optimizer, closure):
-    """A step without a batch. VOGN needs examples: it gets one that the closure does not look at."""
-    if optimizer.per_example and closure is not None:
-        return optimizer.step(lambda _: closure(), torch.zeros(1))
-    return optimizer.step(closure)
-
-
-def network(name, dtype=torch.float32):
-    torch.manual_seed(5)
-    norm = nn.LayerNorm(6) if METHODS[name].per_example else nn.BatchNorm1d(6)  # VOGN refuses layers that mix examples
-    return nn.Sequential(nn.Linear(4, 6), norm, nn.Tanh(), nn.Linear(6, 3)).to(dtype)
-
-
-def batch(size=12, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, 4, generator=generator, dtype=dtype), torch.randint(3, (size,), generator=generator)
-
-
-def cross_entropy(model):
-    return lambda x, y: nn.functional.cross_entropy(model(x), y)
-
-
-def snapshot(model, optimizer):
-    """Everything that a refused step must leave as it was, as plain values."""
-    return copy.deepcopy(
-        {
-            "model": {k: v.clone() for k, v in model.state_dict().items()},
-            "grads": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
-            "state": optimizer.state_dict(),
-            "flags": [p.requires_grad for p in model.parameters()],
-        }
-    )
-
-
-def assert_same(a, b):
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
-    else:
-        assert a == b
-
-
-def weights(model):
-    return [p.detach().clone() for p in model.parameters()]
 
 
 def test_every_exported_optimizer_is_here(name):
@@ -400,87 +347,6 @@ def test_ten_steps_and_ten_in_a_new_process_are_twenty(name, tmp_path):
     assert_same(*(torch.load(tmp_path / each, weights_only=True) for each in ("halves", "twenty")))
 
 
-# ---------------------------------------------------------------- promise 4: load_state_dict
-
-
-def trained(name, **options):
-    model = network(name)
-    optimizer = make(name, model.parameters(), **options)
-    for seed in range(3):
-        optimizer.step(cross_entropy(model), *batch(seed=seed))
-    return model, optimizer
-
-
-def test_load_refuses_other_shapes_before_it_touches_anything(name):
-    model, optimizer = trained(name)
-    before = snapshot(model, optimizer)
-    for change, message in [
-        (lambda s: s["state"][0].update({k: v.T for k, v in s["state"][0].items() if v.dim()}), "another model"),
-        (lambda s: s["param_groups"][0]["params"].pop(), "parameter groups"),
-        (lambda s: s["param_groups"].append(s["param_groups"][0]), "parameter groups"),
-        (lambda s: s["param_groups"][0].update(lr=-1.0), "lr=-1.0"),
-        (lambda s: s["state"][0].update({k: v.sum() for k, v in s["state"][0].items() if v.dim()}), "of parameter 0"),
-    ]:
-        state = optimizer.state_dict()
-        state["param_groups"][0]["rho"] = 0.77
-        change(state)
-        with pytest.raises(ValueError, match=message):
-            optimizer.load_state_dict(state)
-        assert_same(snapshot(model, optimizer), before)
-
-
-def test_state_dict_neither_aliases_nor_is_changed_by_loading(name):
-    model, optimizer = trained(name)
-    state = optimizer.state_dict()
-    kept = copy.deepcopy(state)
-    optimizer.step(cross_entropy(model), *batch())
-    assert_same(state, kept)
-    optimizer.load_state_dict(state)
-    optimizer.step(cross_entropy(model), *batch())
-    assert_same(state, kept)
-
-
-def test_load_restores_state_and_options(name):
-    _, optimizer = trained(name, splits=2)
-    other = make(name, network(name).parameters(), lr=0.5)
-    other.load_state_dict(optimizer.state_dict())
-    assert_same(other.state_dict(), optimizer.state_dict())
-    assert other.param_groups[0]["splits"] == 2
-
-
-def test_older_state_dicts_load(name):
-    """Options that a saved state does not know get the value the optimizer was made with; steps may be numbers."""
-    model, optimizer = trained(name)
-    state = optimizer.state_dict()
-    for option in ("nonfinite", "max_grad_norm", "batch_norm", "perturb"):
-        state["param_groups"][0].pop(option, None)
-    for each in state["state"].values():
-        if "step" in each:
-            each["step"] = each["step"].item()
-    optimizer.load_state_dict(state)
-    assert optimizer.param_groups[0]["nonfinite"] == "raise"
-    optimizer.step(cross_entropy(model), *batch())
-
-
-def test_hooks_on_state_dict_and_load(name):
-    _, optimizer = trained(name)
-    calls = []
-    optimizer.register_state_dict_pre_hook(lambda opt: calls.append("state_dict pre"))
-    optimizer.register_state_dict_post_hook(lambda opt, state: calls.append("state_dict post"))
-    optimizer.register_load_state_dict_pre_hook(lambda opt, state: calls.append("load pre"))
-    optimizer.register_load_state_dict_post_hook(lambda opt: calls.append("load post"))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert calls == ["state_dict pre", "state_dict post", "load pre", "load post"]
-
-    def shrink(opt, state):
-        return {**state, "param_groups": [{**g, "lr": g["lr"] / 2} for g in state["param_groups"]]}
-
-    optimizer.register_load_state_dict_pre_hook(shrink)
-    lr = optimizer.param_groups[0]["lr"]
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert optimizer.param_groups[0]["lr"] == lr / 2
-
-
 # ---------------------------------------------------------------- promise 5: all kinds of parameters
 
 
@@ -615,24 +481,6 @@ def test_new_groups_midway(name):
     other.load_state_dict(optimizer.state_dict())
 
 
-def test_groups_are_checked_as_torch_does(name):
-    a = nn.Parameter(torch.ones(2))
-    optimizer = make(name, [a])
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        optimizer.add_param_group({"params": [a]})
-    with pytest.raises(TypeError, match="dict"):
-        optimizer.add_param_group([a])
-    with pytest.raises(TypeError, match="ordered collections"):
-        optimizer.add_param_group({"params": {nn.Parameter(torch.ones(1))}})
-    with pytest.raises(ValueError, match="non-leaf"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1)) * 2]})
-    with pytest.raises(ValueError, match="empty parameter list"):
-        make(name, [])
-    with pytest.raises(TypeError, match="iterable of Tensors"):
-        make(name, a)
-    assert len(optimizer.param_groups) == 1
-
-
 def test_a_tensor_as_learning_rate(name):
     x, y = batch()
     models = [network(name), network(name)]
@@ -657,35 +505,6 @@ def test_a_learning_rate_of_one_element_is_a_number_and_matrices_are_refused(nam
         results.append([w.detach(), scalar.detach()])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("key", ["pertub", "momentumm", "weight_decay", "betas2", "splitz"])
-def test_options_of_a_group_that_nobody_reads_are_refused(name, key):
-    if key == "weight_decay" and (METHODS[name].base or METHODS[name].gaussian):
-        pytest.skip("an option of its base optimizer, or another name of its prior")
-    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    with pytest.raises(ValueError, match=f"{key!r} is not an option of a parameter group of .*would be ignored.*knows"):
-        make(name, [{"params": [a], key: 0.5}])
-    optimizer = make(name, [a], **({"module": holding([a, b])} if METHODS[name].per_example else {}))
-    with pytest.raises(ValueError, match=f"{key!r} is not an option"):
-        optimizer.add_param_group({"params": [b], key: 0.5})
-    assert len(optimizer.param_groups) == 1
-
-
-def test_a_misspelt_option_is_named(name):
-    with pytest.raises(ValueError, match=r"'spilts' is not an option .*Did you mean 'splits'\?"):
-        make(name, [{"params": [nn.Parameter(torch.ones(2))], "spilts": 2}])
-
-
-def test_what_schedulers_and_trainers_write_into_a_group_passes(name):
-    a = nn.Parameter(torch.ones(2))
-    extra = dict.fromkeys(
-        ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "lr_scale"), 0.1
-    )
-    optimizer = make(name, [{"params": [a], "name": "head", **extra}])
-    optimizer.param_groups[0]["something_later"] = 1
-    take_step(optimizer, lambda: (a**2).sum())
-    optimizer.load_state_dict(optimizer.state_dict())
 
 
 def test_sparse_and_complex_are_refused(name):
@@ -797,49 +616,6 @@ def test_the_loss_is_the_mean_at_the_first_points_detached(name):
 
 
 # ---------------------------------------------------------------- gradients before the step, and of others
-
-
-@pytest.mark.parametrize("how", ["accumulated", "changed", "replaced"])
-def test_gradients_that_a_step_would_drop_are_refused(name, how):
-    model = network(name)
-    optimizer = make(name, model.parameters(), module=model)
-    x, y = batch()
-    optimizer.step(cross_entropy(model), x, y)
-    if how == "accumulated":
-        optimizer.zero_grad()
-        cross_entropy(model)(x, y).backward()
-    elif how == "changed":
-        cross_entropy(model)(x, y).backward()  # on top of what the step left
-    else:
-        model[3].bias.grad = torch.ones(3)
-    before, grads = snapshot(model, optimizer), [p.grad for p in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"(0.weight and 5 more|3.bias) has a gradient .* together, .*zero_grad\(\)"):
-        optimizer.step(cross_entropy(model), x, y)
-    assert_same(snapshot(model, optimizer), before)
-    assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
-    optimizer.zero_grad()
-    optimizer.step(cross_entropy(model), x, y)
-
-
-def test_gradients_that_may_be_there(name):
-    """None, zeros, and what a step left, of this optimizer or another; all give the same step."""
-    results = []
-    for way in ("none", "zeros", "left", "left by another", "left before a failure"):
-        model = network(name)
-        optimizer = make(name, model.parameters(), module=model)
-        if way == "left by another":
-            make(name, model.parameters(), lr=0.0, module=model).step(cross_entropy(model), *batch())
-            model.load_state_dict(network(name).state_dict())
-        optimizer.step(cross_entropy(model), *batch())
-        if way in ("none", "zeros"):
-            optimizer.zero_grad(set_to_none=way == "none")
-        if way == "left before a failure":
-            with pytest.raises(FloatingPointError):
-                optimizer.step(lambda x, y, m=model: cross_entropy(m)(x, y) * float("nan"), *batch())
-        optimizer.step(cross_entropy(model), *batch())
-        results.append(weights(model))
-    for other in results[1:]:
-        assert_same(results[0], other)
 
 
 @pytest.mark.parametrize("calls_backward", [True, False])
@@ -1073,6 +849,7 @@ def test_grad_scaler_is_refused_with_advice(name):
 
 
 # ---------------------------------------------------------------- torch.optim's ordinary behaviours
+
 
 SCHEDULERS = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: 0.9**t),

@@ -13,7 +13,7 @@ import bsam
 from bsam.executor import Executor
 from bsam.optim import together
 from tests.networks import assert_close, make_batch, make_network, mean_loss
-from tests.optim.test_contract import assert_same, snapshot
+from tests.optim.contract import assert_same, snapshot
 from tests.optimizers import METHODS, make
 
 TOGETHER = [name for name, method in METHODS.items() if not method.per_example]  # the others have no splits to stack

@@ -1,0 +1,73 @@
+"""Samples of the first pass: each seed, step, run and group has its own."""
+
+import pytest
+import torch
+
+from tests.engine.runs import GAUSSIAN, SPLITS, Run, gpu_batch, on_cuda, on_gpu, stack, stacked
+from tests.networks import assert_close, make_batch
+from tests.optim.contract import assert_same
+
+
+@pytest.mark.parametrize("name", GAUSSIAN)
+def test_seeds_have_noise_of_their_own(name):
+    runs = [Run(name) for _ in range(3)]
+    for seed, run in zip((0, 1, 0), runs, strict=True):
+        run.optimizer.param_groups[0]["seed"] = seed
+    batch = make_batch("mlp", 16)
+    step = stacked(runs, [batch] * 3)
+    for _ in range(3):  # the first of VOGN has no noise
+        step(*stack([batch] * 3))
+    a, b, c = (run.model.state_dict() for run in runs)
+    assert_same(a, c)
+    assert not torch.equal(a["0.weight"], b["0.weight"])
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.usefixtures("_ieee")
+def test_groups_without_noise_come_before_those_with_noise():
+    def groups(model):
+        return [{"params": model.layers[:3].parameters(), "sample": False}, {"params": model.layers[3:].parameters()}]
+
+    ours, plain = on_gpu("BSAM", params=groups), on_gpu("BSAM", params=groups, vectorise=False)
+    batch = gpu_batch()
+    step = ours.engine(batch, compile=False)
+    for _ in range(2):
+        assert_close(step(*batch), plain.loop(*batch), tolerance=1e-5)
+    assert_close(ours.model.state_dict(), plain.model.state_dict(), tolerance=1e-5)
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_every_replay_has_fresh_noise():
+    run = on_gpu("BSAM")
+    batch = gpu_batch()
+    step = run.engine(batch, compile=True)
+    (pack,), (theta,) = step._packs, step._draws.theta
+    drawn = []
+    for _ in range(3):
+        omega, precision = pack.weights.clone(), 100 * pack.state["unit_precision"]
+        step(*batch)
+        drawn.append((theta - omega[:, None]) * precision[:, None].sqrt())
+    first, second, third = (z[:, :, :1000] for z in drawn)
+    for z in (first, second, third):
+        assert 0.9 < z.std() < 1.1
+    for a, b in ((first, second), (second, third)):
+        assert 0.9 < (a - b).std() / 2**0.5 < 1.1  # independent, and not the same again
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.parametrize("name", GAUSSIAN)
+def test_the_sampling_kernel_draws_what_the_optimizer_draws(name):
+    runs = [on_gpu(name, seed=seed) for seed in (0, 7)]
+    step = stacked(runs, [gpu_batch()] * 2, compile=False)
+    for _ in range(2):
+        step(*stack([gpu_batch()] * 2))
+    step._draws()
+    for run, each in enumerate(runs):
+        for pack, theta in zip(step._packs, step._draws.theta, strict=True):
+            for slot, start, size in zip(pack.runs[run], pack.offsets, pack.sizes, strict=True):
+                for split in range(SPLITS):
+                    expected = each.optimizer._theta(slot, split).detach().flatten()
+                    assert_close(theta[run, split, start : start + size], expected, tolerance=1e-6)
