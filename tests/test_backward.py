@@ -1,0 +1,89 @@
+"""Calls of `backward()` in a block are seen, and leave gradients of their own parameters only."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from bsam.backward import watched_backward
+
+
+def parameters(count=2):
+    return [nn.Parameter(torch.full((3,), float(i + 1))) for i in range(count)]
+
+
+def test_others_keep_their_gradients():
+    own, other = parameters()
+    other.grad = kept = torch.ones(3)
+    with watched_backward([own]):
+        (own * other).sum().backward()
+        (own * other).sum().backward()
+        assert other.grad is not kept
+    torch.testing.assert_close(own.grad, 2 * other.detach())
+    assert other.grad is kept
+    assert torch.equal(kept, torch.ones(3))
+
+
+def test_torchs_function_comes_back_after_the_last_block():
+    function = torch.autograd.backward
+
+    def fail():
+        with watched_backward([]):
+            raise ValueError("stop")
+
+    with watched_backward([]):
+        with pytest.raises(ValueError, match="stop"):
+            fail()
+        assert torch.autograd.backward is not function
+    assert torch.autograd.backward is function
+
+
+@pytest.mark.parametrize(
+    ("differentiated", "returned", "fits"),
+    [
+        (lambda loss: [loss], lambda loss: loss, True),
+        (lambda loss: [], lambda loss: loss, True),
+        (lambda loss: [loss / 4] * 4, lambda loss: loss.detach(), True),
+        (lambda loss: [128 * loss], lambda loss: loss, False),
+        (lambda loss: [loss], lambda loss: loss / 2, False),
+        (lambda loss: [128 * loss], lambda loss: loss * torch.nan, True),  # refused elsewhere, as not finite
+    ],
+)
+def test_the_loss_must_be_what_was_differentiated(differentiated, returned, fits):
+    (own,) = parameters(1)
+    loss = own.square().sum()
+    with watched_backward([own]) as calls:
+        for each in differentiated(loss):
+            each.backward(retain_graph=True)
+    if fits:
+        calls.check(returned(loss))
+    else:
+        with pytest.raises(ValueError, match=r"called backward\(\) on .* and returned the loss"):
+            calls.check(returned(loss))
+
+
+def test_gradients_that_are_handed_in_count():
+    (own,) = parameters(1)
+    with watched_backward([own]) as calls:
+        (2 * own).backward(torch.ones(3))
+    calls.check((2 * own).sum())
+    with pytest.raises(ValueError, match="returned the loss"):
+        calls.check(own.sum())
+
+
+def test_a_backward_that_does_not_reach_the_parameters_is_none_of_ours():
+    own, other = parameters()
+    with watched_backward([own]) as calls:
+        (7 * other.sum()).backward()
+    calls.check(own.sum())
+    assert other.grad is None
+
+
+def test_other_threads_are_not_watched():
+    own, other = parameters()
+    with watched_backward([own]):
+        thread = threading.Thread(target=lambda: other.sum().backward())
+        thread.start()
+        thread.join()
+    assert torch.equal(other.grad, torch.ones(3))

@@ -1,0 +1,90 @@
+"""Likelihoods against torch.distributions and automatic differentiation."""
+
+import math
+
+import pytest
+import torch
+from torch.distributions import Bernoulli, Categorical, Normal
+
+from bsam.likelihood import check_likelihood, check_outputs, hessian_root, negative_log_likelihood
+
+NOISE = 0.3
+CASES = {"categorical": (3, None), "bernoulli": (1, None), "gaussian": (2, NOISE)}
+"""Number of outputs, and noise_std."""
+
+
+def outputs_and_labels(likelihood, n=5):
+    generator = torch.Generator().manual_seed(0)
+    count, _ = CASES[likelihood]
+    f = torch.randn(n, count, generator=generator, dtype=torch.float64)
+    if likelihood == "gaussian":
+        return f, torch.randn(n, count, generator=generator, dtype=torch.float64)
+    return f, torch.randint(max(2, count), (n,), generator=generator)
+
+
+def log_prob(likelihood, f, y):
+    if likelihood == "categorical":
+        return Categorical(logits=f).log_prob(y)
+    if likelihood == "bernoulli":
+        return Bernoulli(logits=f[:, 0]).log_prob(y.to(f.dtype))
+    return Normal(f, NOISE).log_prob(y).sum(1)
+
+
+@pytest.mark.parametrize("likelihood", CASES)
+def test_negative_log_likelihood_is_that_of_torch_distributions(likelihood):
+    """Up to a constant, which the outputs do not change."""
+    f, y = outputs_and_labels(likelihood)
+    noise = CASES[likelihood][1]
+    found = [negative_log_likelihood(likelihood, each, y, noise) for each in (f, 2 * f)]
+    expected = [-log_prob(likelihood, each, y).sum() for each in (f, 2 * f)]
+    torch.testing.assert_close(found[1] - found[0], expected[1] - expected[0])
+    constant = len(f) * f.shape[1] * (math.log(NOISE) + 0.5 * math.log(2 * math.pi)) if noise else 0.0
+    torch.testing.assert_close(found[0] + constant, expected[0])
+
+
+@pytest.mark.parametrize("likelihood", CASES)
+def test_the_root_of_the_hessian(likelihood):
+    f, y = outputs_and_labels(likelihood)
+    noise = CASES[likelihood][1]
+    root = hessian_root(likelihood, f, noise)
+    for row, label, vectors in zip(f, y, root, strict=True):
+
+        def loss(row, label=label):
+            return negative_log_likelihood(likelihood, row[None], label[None], noise)
+
+        torch.testing.assert_close(vectors.T @ vectors, torch.autograd.functional.hessian(loss, row))
+
+
+@pytest.mark.parametrize("likelihood", CASES)
+def test_labels_of_another_number_are_refused(likelihood):
+    f, y = outputs_and_labels(likelihood)
+    with pytest.raises(ValueError, match="came with outputs of shape"):
+        negative_log_likelihood(likelihood, f, y[:-1], CASES[likelihood][1])
+
+
+def test_what_is_checked():
+    for likelihood, (_, noise) in CASES.items():
+        check_likelihood(likelihood, noise)
+    for noise in (None, 0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"noise_std={noise} must be a finite number > 0"):
+            check_likelihood("gaussian", noise)
+    with pytest.raises(ValueError, match=r"noise_std=1\.0 is only for"):
+        check_likelihood("bernoulli", 1.0)
+    with pytest.raises(ValueError, match="likelihood='poisson' must be one of 'categorical', 'bernoulli', 'gaussian'"):
+        check_likelihood("poisson", None)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "good", "bad"),
+    [
+        ("categorical", [(4, 2)], [(4,), (4, 1), (4, 2, 2)]),
+        ("bernoulli", [(4,), (4, 1)], [(4, 2), (4, 1, 1)]),
+        ("gaussian", [(4,), (4, 3)], [(), (4, 3, 2)]),
+    ],
+)
+def test_shapes_of_outputs(likelihood, good, bad):
+    for shape in good:
+        check_outputs(likelihood, shape)
+    for shape in bad:
+        with pytest.raises(ValueError, match="the model gives"):
+            check_outputs(likelihood, shape)

@@ -1,0 +1,117 @@
+"""Each private name of torch does what it stands for: an upgrade of torch that changes one is noticed here."""
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from bsam import torch_private
+from bsam.torch_private import (
+    AnyBatchNorm,
+    NormBase,
+    compile_graph,
+    foreach_add_,
+    foreach_copy_,
+    foreach_mul_,
+    has_step_hooks,
+    mark_as_stepped,
+    own_buffers,
+    pytree,
+    trace_graph,
+    transient_buffers,
+    version_of,
+)
+
+
+def test_every_name_is_tested_here():
+    assert set(torch_private.__all__) <= set(globals())
+
+
+def test_normalisation_layers():
+    norms = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm1d]
+    assert all(issubclass(kind, AnyBatchNorm) and issubclass(kind, NormBase) for kind in norms)
+    assert issubclass(nn.InstanceNorm2d, NormBase)
+    assert not issubclass(nn.InstanceNorm2d, AnyBatchNorm)
+    assert not issubclass(nn.LayerNorm, NormBase)
+
+
+def test_many_tensors_in_one_launch():
+    a, b = [torch.ones(2), torch.ones(3)], [torch.full((2,), 2.0), torch.full((3,), 4.0)]
+    foreach_add_(a, b)
+    assert [t.tolist() for t in a] == [[3.0] * 2, [5.0] * 3]
+    foreach_mul_(a, b)
+    assert [t.tolist() for t in a] == [[6.0] * 2, [20.0] * 3]
+    foreach_copy_(a, b)
+    assert all(torch.equal(x, y) and x is not y for x, y in zip(a, b, strict=True))
+
+
+def test_buffers_of_a_module():
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("empty", None)
+    module.register_buffer("cache", torch.zeros(1), persistent=False)
+    assert set(own_buffers(module)) == {"kept", "empty", "cache"}
+    assert own_buffers(module)["empty"] is None
+    assert transient_buffers(module) == {"cache"}
+    own_buffers(module)["kept"] = replaced = torch.ones(1)
+    assert module.kept is replaced
+
+
+def test_versions_count_writes_in_place():
+    tensor = torch.zeros(2)
+    before = version_of(tensor)
+    assert version_of(tensor + 1) == version_of(torch.ones(2))
+    tensor.add_(1)
+    assert version_of(tensor) == before + 1
+
+
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_hooks_of_a_step(register):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    assert not has_step_hooks(optimizer)
+    handle = getattr(optimizer, register)(lambda *_: None)
+    assert has_step_hooks(optimizer)
+    handle.remove()
+    assert not has_step_hooks(optimizer)
+
+
+def test_a_scheduler_believes_that_the_optimizer_has_stepped():
+    def scheduled():
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    _, scheduler = scheduled()
+    with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before `optimizer.step\(\)"):
+        scheduler.step()
+    optimizer, scheduler = scheduled()
+    mark_as_stepped(optimizer)
+    scheduler.step()  # no warning: warnings are errors here
+
+
+def test_trees_of_tensors():
+    tree = {"a": [1, (2, 3)], "b": {"c": 4}}
+    leaves, spec = pytree.tree_flatten(tree)
+    assert leaves == pytree.tree_leaves(tree) == [1, 2, 3, 4]
+    assert pytree.tree_unflatten(leaves, spec) == tree
+    assert pytree.tree_map(lambda x: 2 * x, tree) == {"a": [2, (4, 6)], "b": {"c": 8}}
+
+
+def test_a_function_is_traced_with_operators_replaced():
+    x = torch.tensor([1.0, 2.0])
+
+    def double_cosine(x):
+        return 2 * torch.cos(x)
+
+    graph = trace_graph(lambda x: [torch.sin(x) + 1], [x], {torch.ops.aten.sin.default: double_cosine})
+    targets = {node.target for node in graph.graph.nodes}
+    assert torch.ops.aten.cos.default in targets
+    assert torch.ops.aten.sin.default not in targets
+    torch.testing.assert_close(graph(x)[0], double_cosine(x) + 1)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_graph_is_compiled():
+    x = torch.tensor([1.0, 2.0])
+    compiled = compile_graph(trace_graph(lambda x: [x.sin() + 1], [x], {}), [x], {})
+    torch.testing.assert_close(compiled(3 * x)[0], (3 * x).sin() + 1)
