@@ -1,4 +1,4 @@
-"""The rooms of the package import only what the table of docs/architecture.md allows."""
+"""The rooms of the package import only what the table of docs/architecture.md allows, and tests mirror them."""
 
 import ast
 import re
@@ -74,3 +74,52 @@ def test_private_names_of_torch_are_in_one_file():
             assert not [line for line in lines if private.search(line) and not line.lstrip().startswith(("#", '"'))], (
                 path
             )
+
+
+# ---------------------------------------------------------------- tests mirror the package, file for file
+
+MIRRORED_ELSEWHERE = {
+    "bsam/engine/sampling_triton.py": "engine/test_drawing.py",
+    "bsam/experiments/data/embedded.py": "experiments/data/test_loading.py",
+    "bsam/experiments/data/progress.py": "experiments/data/test_download.py",
+    "bsam/experiments/data/table.py": "experiments/data/test_download.py",
+    "bsam/experiments/figures/threads.py": "experiments/figures/test_logistic.py",
+    "bsam/experiments/metric_columns.py": "experiments/test_comparison.py",
+    "bsam/experiments/models/layers.py": "experiments/models/test_init.py",
+    "bsam/experiments/models/lenet5.py": "experiments/models/test_init.py",
+    "bsam/experiments/report/diagrams.py": "experiments/report/test_paper_page.py",
+    "bsam/experiments/report/page.py": "experiments/report/test_demo_page.py",
+    "bsam/experiments/reproduce/show.py": "experiments/reproduce/test_batch_commands.py",
+    "bsam/experiments/style.py": "experiments/figures/test_init.py",
+    "bsam/kernels/convolution_triton.py": "kernels/test_convolution.py",
+    "bsam/kernels/filter_response_triton.py": "kernels/test_filter_response.py",
+    "bsam/noise_cuda.py": "test_noise.py",
+    "bsam/posterior/__init__.py": "posterior/test_base.py",
+    "tools/markdown.py": "experiments/reproduce/test_studies.py",
+    "tools/theory.py": "experiments/figures/test_numbers.py",
+}
+"""Source files without a file of tests of their own, and the file whose tests run them."""
+
+
+def defines_something(path):
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    return any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in body)
+
+
+def mirrors():
+    """Of each source file, the place of its tests; an `__init__.py` that only imports has none."""
+    found = {}
+    for top in (SOURCE, ROOT / "tools"):
+        for path in sorted(top.rglob("*.py")):
+            if path.name != "__init__.py" or defines_something(path):
+                folder = path.relative_to(SOURCE if top == SOURCE else ROOT).parent
+                name = f"{top.name}/{path.relative_to(top).as_posix()}"
+                found[name] = ROOT / "tests" / folder / f"test_{path.stem.strip('_')}.py"
+    return found
+
+
+def test_every_source_file_has_its_tests():
+    without = {name for name, tests in mirrors().items() if not tests.is_file()}
+    assert without == set(MIRRORED_ELSEWHERE)  # and a file that has tests of its own is not in the list
+    for tests in MIRRORED_ELSEWHERE.values():
+        assert (ROOT / "tests" / tests).is_file(), tests

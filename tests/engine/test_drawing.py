@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.engine.runs import GAUSSIAN, SPLITS, Run, gpu_batch, on_cuda, on_gpu, stack, stacked
+from tests.engine.runs import GAUSSIAN, SPLITS, Run, batches_of, gpu_batch, on_cuda, on_gpu, stack, stacked
 from tests.networks import assert_close, make_batch
 from tests.optim.contract import assert_same
 
@@ -71,3 +71,45 @@ def test_the_sampling_kernel_draws_what_the_optimizer_draws(name):
                 for split in range(SPLITS):
                     expected = each.optimizer._theta(slot, split).detach().flatten()
                     assert_close(theta[run, split, start : start + size], expected, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("name", GAUSSIAN)
+def test_the_precisions_of_a_stack_are_those_of_each_run(name):
+    """Runs may have other rates, and the formulas of a method then get tensors (runs, 1) as options."""
+    runs = [Run(name, seed=seed) for seed in range(3)]
+    for run, precision in zip(runs, (1.0, 5.0, 20.0), strict=True):
+        run.optimizer.param_groups[0]["prior_precision"] = precision
+    batches = batches_of("mlp", 3)
+    step = stacked(runs, batches)
+    for _ in range(2):
+        for number in range(len(step._draws.theta)):
+            found = step._draws.noise_precision(number)
+            pack = step._draws._packs[number]
+            for run, slots in enumerate(pack.runs):
+                for place, slot in enumerate(slots):
+                    expected = runs[run].optimizer._noise_precision(slot)
+                    expected = expected.expand(slot.parameter.shape)
+                    torch.testing.assert_close(pack.view(found.expand(len(runs), pack.numel), run, place), expected)
+        step(*stack(batches))
+
+
+@pytest.mark.parametrize("name", GAUSSIAN)
+def test_the_samples_are_those_of_the_methods(name):
+    runs = [Run(name, seed=seed) for seed in (0, 7)]
+    batches = batches_of("mlp", 2)
+    step = stacked(runs, batches)
+    step(*stack(batches))
+    step._draws()
+    (pack,), (theta,) = step._packs, step._draws.theta
+    for run, each in enumerate(runs):
+        for slot, start, size in zip(pack.runs[run], pack.offsets, pack.sizes, strict=True):
+            for split in range(SPLITS):
+                expected = each.optimizer._theta(slot, split).flatten()
+                assert torch.equal(theta[run, split, start : start + size], expected)
+
+
+@pytest.mark.parametrize("name", ["SAM-SGD", "SGD"])
+def test_nothing_is_drawn_for_methods_without_noise(name):
+    step = Run(name).engine(batches_of("mlp", 1)[0])
+    assert step._draws.theta == []
+    assert not any(step._draws.sampled)

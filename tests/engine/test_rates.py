@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import lr_scheduler
 
+import bsam
+from bsam.engine.methods import method_of
+from bsam.engine.rates import Rates
 from tests.engine.runs import PROBING, Run, batches_of, every_optimizer, needs_compiler, stack, stacked
 from tests.networks import assert_close
 from tests.optimizers import METHODS
@@ -62,3 +66,49 @@ def test_runs_may_differ_in_their_rates(name, compile):
         assert_close(losses, torch.stack(expected))
         for run, other in zip(ours, alone, strict=True):
             assert_close(run.state()["model"], other.state()["model"])
+
+
+def methods(count=2, **options):
+    made = []
+    for run in range(count):
+        parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+        groups = [{"params": [parameters[0]]}, {"params": [parameters[1]], "rho": 0.5, "betas": (0.1, 0.2)}]
+        made.append(bsam.BSAM(groups, lr=0.1 * (run + 1), num_data=10, **options))
+    return made
+
+
+def test_every_rate_has_its_columns_and_pairs_have_two():
+    made = methods()
+    rates = Rates(made, torch.device("cpu"))
+    assert rates.send()
+    for run, method in enumerate(made):
+        for number, group in enumerate(method.param_groups):
+            read = rates.read(group, rates.tensor[run, number])
+            for name in method.rates:
+                values = [float(t) for t in read[name]] if name == "betas" else float(read[name])
+                assert values == (list(group[name]) if name == "betas" else group[name])
+            assert all(read[name] is group[name] for name in group if name not in method.rates)
+    assert torch.equal(rates.column("lr"), torch.tensor([[0.1, 0.1], [0.2, 0.2]], dtype=torch.float64))
+    assert rates.column("rho")[:, 1].tolist() == [0.5, 0.5]
+
+
+def test_only_rates_that_have_changed_are_sent():
+    made = methods()
+    rates = Rates(made, torch.device("cpu"))
+    assert [rates.send() for _ in range(3)] == [True, False, False]
+    made[1].param_groups[0]["lr"] = torch.tensor(0.7)  # a scheduler may write a tensor
+    assert [rates.send() for _ in range(2)] == [True, False]
+    torch.testing.assert_close(rates.column("lr")[1, 0], torch.tensor(0.7, dtype=torch.float64), rtol=1e-7, atol=0)
+    made[0].param_groups[1]["betas"] = (0.3, 0.4)
+    assert rates.send()
+    made[0].param_groups[1]["num_data"] = 7  # no rate
+    assert not rates.send()
+
+
+def test_an_optimizer_without_a_learning_rate_has_the_rate_zero():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    del optimizer.param_groups[0]["lr"]
+    rates = Rates([method_of(optimizer, model)], torch.device("cpu"))
+    rates.send()
+    assert rates.column("lr").tolist() == [[0.0]]
