@@ -26,16 +26,19 @@ def arguments(*runs):
     return tree, torch.randn(*runs, 1, generator=generator)
 
 
-def test_trees_go_in_and_out():
+@pytest.fixture(scope="module")
+def compiled():
+    return Program(function, arguments(), stacked=False)
+
+
+def test_trees_go_in_and_out(compiled):
     tree, scale = arguments()
-    compiled = Program(function, (tree, scale), stacked=False)
     other = {name: 2 * t for name, t in tree.items()}
     torch.testing.assert_close(compiled(other, scale), function(other, scale))
 
 
-def test_a_traced_step_calls_it_and_does_not_see_inside():
+def test_a_traced_step_calls_it_and_does_not_see_inside(compiled):
     tree, scale = arguments()
-    compiled = Program(function, (tree, scale), stacked=False)
     graph = trace_graph(lambda a, b, s: [compiled({"a": a, "b": b}, s)["sum"]] * 2, [tree["a"], tree["b"], scale], {})
     operators = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     assert operators.count(torch.ops.bsam.program.default) == 1
@@ -43,18 +46,14 @@ def test_a_traced_step_calls_it_and_does_not_see_inside():
     torch.testing.assert_close(graph(tree["a"], tree["b"], scale)[0], function(tree, scale)["sum"])
 
 
-def test_a_stack_of_runs_needs_vmap():
+def test_a_stack_of_runs_needs_vmap_and_dies_with_its_owner():
     tree, scale = arguments(2)
-    compiled = Program(torch.vmap(function), (tree, scale), stacked=True)
-    torch.testing.assert_close(torch.vmap(compiled)(tree, scale), torch.vmap(function)(tree, scale))
+    stacked = Program(torch.vmap(function), (tree, scale), stacked=True)
+    torch.testing.assert_close(torch.vmap(stacked)(tree, scale), torch.vmap(function)(tree, scale))
     with pytest.raises(RuntimeError, match="call it under vmap over the runs"):
-        compiled(*arguments())
-
-
-def test_a_program_dies_with_its_owner():
-    compiled = Program(lambda x: x + 1, (torch.ones(2),), stacked=False)
-    number = compiled._number
-    assert program._PROGRAMS[number] is compiled
-    del compiled
+        stacked(*arguments())
+    number = stacked._number
+    assert program._PROGRAMS[number] is stacked
+    del stacked
     gc.collect()
     assert number not in program._PROGRAMS
