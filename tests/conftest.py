@@ -13,6 +13,7 @@ torch.set_num_threads(1)
 
 SLOW = {
     "test_a_block_is_planned_run_recorded_compared_and_not_run_again",
+    "test_a_graph_is_compiled",
     "test_a_kill_while_the_settings_are_written_leaves_the_folder_free",
     "test_a_killed_worker_costs_nothing_but_time",
     "test_a_run_learns_and_records_what_it_did",
