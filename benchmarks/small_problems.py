@@ -53,8 +53,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bsam
-from bsam.experiments.data import Labelled
 from bsam.experiments.data import load as load_images
+from bsam.experiments.data.embedded import Labelled
 
 __all__ = ["CHOOSING", "JUDGED", "PROBLEMS", "Data", "Problem", "average_loss", "missing_data", "outputs", "predict"]
 

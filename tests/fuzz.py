@@ -94,7 +94,7 @@ class Program:
             "batch_norm": known and not method.per_example and rng.random() < 0.7,  # what is not known is not restored
             "dtype": rng.choice([torch.float32, torch.float64, torch.bfloat16]),
             "groups": rng.random() < 0.5,
-            "group": rng.choice([{"lr": 0.03}, {"perturb": False} if method.passes == 2 else {}]),
+            "group": rng.choice([{"lr": 0.03}, {"perturb": False} if "rho" in method.optimizer.rates else {}]),
         }
         self.side, self.twin = (Side(name, self.options) for _ in range(2))
 

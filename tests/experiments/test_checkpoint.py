@@ -62,7 +62,7 @@ def test_a_half_written_file_is_refused(tmp_path):
     whole = (tmp_path / "c").read_bytes()
     for size in (10, len(whole) // 2, len(whole) - 1):
         (tmp_path / "c").write_bytes(whole[:size])
-        with pytest.raises(ValueError, match="whole"):
+        with pytest.raises(ValueError, match="complete"):
             load_checkpoint(tmp_path / "c")
 
 
