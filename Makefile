@@ -23,8 +23,9 @@ report: $(VENV)/.installed  ## write report/paper.html from the records in resul
 test: $(VENV)/.installed  ## run the tests, the code in README and docs, and the doctests
 	$(PYTEST) -m "not browser"
 
-quick: $(VENV)/.installed  ## run what takes about a minute on two cores: the library without engine and experiments
-	$(PYTEST) -m "not slow and not browser" tests/optim tests/posterior tests/prediction tests/theory tests/test_*.py
+quick: $(VENV)/.installed  ## run what takes about a minute on two cores: bSAM's promises, posteriors, files, the imports
+	$(PYTEST) -m "not slow and not browser" tests/optim tests/posterior tests/test_architecture.py tests/test_files.py \
+	  -k "not SAM- and not VOGN and not IVON and not Extragradient"
 
 test-browser: $(VENV)/.installed  ## run the tests that look at pages in Chromium
 	$(BIN)/python -m pytest -m browser tests

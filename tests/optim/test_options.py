@@ -41,17 +41,17 @@ def test_tensors_are_numbers_if_they_have_no_dimensions():
 
 
 def test_the_prior_is_given_in_one_of_two_ways():
-    assert options.prior(3.0, None, 100) == 3.0
-    assert options.prior(None, 0.02, 100) == 0.02 * 100
-    assert options.prior(None, None, 100) is None
-    assert options.prior(None, None, 100, default=25.0) == 25.0
-    assert options.prior(0.0, None, 100, default=25.0) == 0.0
+    assert options.prior(3.0, None, 50, 2.0) == 3.0
+    assert options.prior(None, 0.02, 50, 2.0) == 0.02 * 100
+    assert options.prior(None, None, 50, 2.0) is None
+    assert options.prior(None, None, 50, 2.0, default=25.0) == 25.0
+    assert options.prior(0.0, None, 50, 2.0, default=25.0) == 0.0
     with pytest.raises(ValueError, match=r"prior_precision=3\.0 and weight_decay=0\.02 say the same thing"):
-        options.prior(3.0, 0.02, 100)
+        options.prior(3.0, 0.02, 50, 2.0)
     with pytest.raises(ValueError, match="weight_decay=-1"):
-        options.prior(None, -1, 100)
-    with pytest.raises(ValueError, match="N = num_data"):
-        options.prior(None, 0.1, 0)
+        options.prior(None, -1, 50, 2.0)
+    with pytest.raises(ValueError, match="num_data=0"):
+        options.prior(None, 0.1, 0, 1.0)
 
 
 def test_betas():

@@ -176,7 +176,7 @@ class BSAM(GaussianOptimizer):
             "lr": lr,
             "rho": rho,
             "prior_precision": options.prior(
-                prior_precision, weight_decay, num_data * augmentation_factor, default=25.0
+                prior_precision, weight_decay, num_data, augmentation_factor, default=25.0
             ),
             "betas": betas,
             "damping": damping,

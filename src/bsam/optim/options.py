@@ -24,8 +24,10 @@ def positive(name: str, value: Any, hint: str = "") -> None:
         raise ValueError(f"{name}={value} must be a finite number > 0. {hint}".rstrip())
 
 
-def prior(prior_precision: Any, weight_decay: Any, N: Any, default: float | None = None) -> Any:
-    """The prior's precision: as it is given, or `weight_decay` times N, or the default if neither is given."""
+def prior(
+    prior_precision: Any, weight_decay: Any, num_data: Any, augmentation_factor: Any, default: float | None = None
+) -> Any:
+    """Return the prior's precision: as it is given, or weight_decay times N, or the default if neither is given."""
     if weight_decay is None:
         return default if prior_precision is None else prior_precision
     if prior_precision is not None:
@@ -34,8 +36,9 @@ def prior(prior_precision: Any, weight_decay: Any, N: Any, default: float | None
             "prior_precision = weight_decay * N: give one of them."
         )
     non_negative("weight_decay", weight_decay)
-    positive("N = num_data * augmentation_factor", N)
-    return weight_decay * N
+    positive("num_data", num_data)
+    positive("augmentation_factor", augmentation_factor)
+    return weight_decay * num_data * augmentation_factor
 
 
 def betas(value: Any) -> None:

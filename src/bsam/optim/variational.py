@@ -93,8 +93,8 @@ class GaussianOptimizer(ProbingOptimizer):
     def _checked_group(self, param_group: dict[str, Any]) -> dict[str, Any]:
         if isinstance(param_group, dict) and "weight_decay" in param_group:
             group = {**self.defaults, **param_group}
-            N = group["num_data"] * group["augmentation_factor"]
-            prior = options.prior(param_group.get("prior_precision"), param_group["weight_decay"], N)
+            given = param_group.get("prior_precision"), param_group["weight_decay"]
+            prior = options.prior(*given, group["num_data"], group["augmentation_factor"])
             rest = {key: value for key, value in param_group.items() if key != "weight_decay"}
             param_group = {**rest, "prior_precision": prior}
         return super()._checked_group(param_group)

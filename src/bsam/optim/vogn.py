@@ -154,7 +154,7 @@ class VOGN(GaussianOptimizer):
         defaults = {
             "lr": lr,
             "prior_precision": options.prior(
-                prior_precision, weight_decay, num_data * augmentation_factor, default=25.0
+                prior_precision, weight_decay, num_data, augmentation_factor, default=25.0
             ),
             "betas": betas,
             "damping": damping,
