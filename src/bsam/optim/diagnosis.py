@@ -155,16 +155,17 @@ def perturbation_size(found: Ratio, rho: Sequence[float]) -> Finding:
 
 def start_left(share: float, steps: int) -> Finding:
     """Judge which share of the precision is still its starting value."""
-    sentence = f"After {steps:,} steps {share:.2g} of the precision is still its starting value."
+    sentence = f"After {steps:,} steps {share:.1%} of the precision is still its starting value."
     advice = (
-        "The posterior is mostly not learned yet: train longer, or with a smaller beta2 (0.99 forgets it in 230 steps)."
+        "If training ends here, the posterior is mostly not learned: train longer, or use a smaller beta2 (0.99 "
+        "forgets it in 230 steps)."
     )
     return _advised(Finding("start", share, 0.5, sentence), advice)
 
 
 def prior_share(share: float) -> Finding:
     """Judge which share of the mean precision comes from the settings and not from the data."""
-    sentence = f"Prior and damping make up {share:.6g} of the mean precision; the rest is learned from the data."
+    sentence = f"Prior and damping make up {share:.4%} of the mean precision; the rest is learned from the data."
     advice = (
         "The width of the posterior is that of the settings alone: lower damping, and lr with it, or prior_precision."
     )
