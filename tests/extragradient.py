@@ -1,4 +1,4 @@
-"""A method that is not in the package, written as CONTRIBUTING says: it must pass all that those of the package pass.
+"""A method outside the package, written as CONTRIBUTING says. It must pass every test that the package's methods pass.
 
 Korpelevich (1976): the weights move with the gradient at the point where a gradient step would lead.
 """

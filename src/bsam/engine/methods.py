@@ -97,7 +97,7 @@ class Plain:
         tally.add("gradient", grad_at(theta))
 
     def _apply(self, slots: list[Slot], averages: dict[str, list[Tensor]], accept: Tensor | None) -> None:
-        raise NotImplementedError
+        raise AssertionError("the torch optimizer moves the weights, through _base_step")
 
     def _base_step(self) -> BaseStep:
         return BaseStep(self._optimizer, hooks=True)

@@ -207,12 +207,12 @@ class BSAM(GaussianOptimizer):
         num_data: float,
         **further: Any,
     ) -> BSAM:
-        """bSAM with the steps of `torch.optim.SGD(params, lr, momentum, weight_decay)`, where there is no curvature.
+        """Make a bSAM whose steps are those of `torch.optim.SGD(params, lr, momentum, weight_decay)` without curvature.
 
-        With s at a constant value, line 9 is a step of alpha / s times an average of gradients, and SGD's step is
-        lr / (1 - momentum) times that average. So at s = 1 the learning rate is lr / (1 - momentum), and the damping
-        is what is missing to 1. Where gradients are large, s is above 1 and steps are shorter than SGD's. The noise
-        has the standard deviation 1 / sqrt(N) at s = 1.
+        At a constant s, line 9 moves the weights by alpha / s times an average of gradients. SGD moves them by
+        lr / (1 - momentum) times that average. So at s = 1 the learning rate of bSAM is lr / (1 - momentum). The
+        damping is 1 - weight_decay, so that s stays at 1. Where gradients are large, s rises above 1, and the steps
+        are shorter than SGD's. At s = 1 the noise has the standard deviation 1 / sqrt(N).
 
         Args:
             params: Parameters, named parameters, or groups of them.

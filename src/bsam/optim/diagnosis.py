@@ -36,10 +36,10 @@ __all__ = [
 ]
 
 CHECKED_AT = (10, 100, 1000)
-"""Steps of an optimizer after which its ratios are looked at, to warn once."""
+"""The optimizer checks its ratios after these steps, and warns at most once."""
 
 FEWEST_WEIGHTS = 256
-"""Training warns of models with so many weights or more: the posterior of a few weights may well be wider than they."""
+"""Training warns only if a model has at least this many weights. With few weights a wide posterior may be right."""
 
 
 @dataclass(frozen=True)
