@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from functools import cache
 from pathlib import Path
 
 from bsam.experiments.config import Config, from_file
@@ -20,13 +21,15 @@ __all__ = ["FOLDER", "preset", "preset_names", "preset_title"]
 FOLDER = Path(__file__).parent / "presets"
 
 
-def preset_names() -> list[str]:
+@cache  # the files are part of the package: they do not change while it runs
+def preset_names() -> tuple[str, ...]:
     """Return the names of all presets, sorted."""
     names = [path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.toml")]
     # bsam-2 comes before bsam-16
-    return sorted(names, key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(3), name).split("/"))
+    return tuple(sorted(names, key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(3), name).split("/")))
 
 
+@cache
 def preset(name: str) -> Config:
     """Return the settings of a preset."""
     return from_file(_path(name))
