@@ -56,3 +56,24 @@ def test_a_graph_that_dies_during_a_capture_does_not_spoil_it():
     torch.cuda.synchronize()
     assert len(calls) == 3
     assert (x == 1).all()
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_a_graph_writes_to_no_memory_that_others_may_get():
+    device = torch.device("cuda")
+
+    def captured() -> Captured:
+        only_here = torch.zeros(5, device=device)
+
+        def function() -> None:  # returns nothing that would keep the tensor
+            only_here.zero_()
+
+        return Captured(function, device, undo=function)
+
+    graph = captured()
+    gc.collect()
+    others = [torch.ones(5, device=device) for _ in range(200)]  # memory that is free comes first
+    graph()
+    torch.cuda.synchronize()
+    assert all(bool((other == 1).all()) for other in others)

@@ -36,12 +36,12 @@ def test_captured_steps_of_torch_follow_their_optimizer(name):
         return lambda optimizer: optimizer.param_groups[0].update({key: value})
 
     both()
-    graph = steps[0]._captured_steps
+    graph = steps[0]._base_steps._captured
     both(set_option("lr", 0.03))
     assert graph is not None
-    assert steps[0]._captured_steps is graph
+    assert steps[0]._base_steps._captured is graph
     both(set_option("weight_decay", 0.1))
-    assert steps[0]._captured_steps is not graph
+    assert steps[0]._base_steps._captured is not graph
     both(lambda optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())))
     assert captured.optimizer.param_groups[0]["lr"] == 0.03
     seen = []

@@ -22,6 +22,7 @@ class Captured:
     """
 
     def __init__(self, function: Callable[[], Any], device: torch.device, undo: Callable[[], None]) -> None:
+        self._function = function  # keeps the tensors that the graph reads and writes
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
