@@ -67,7 +67,7 @@ def test_a_run_learns_and_records_what_it_did(small):
         if predictions[method].computed_by == "mean":  # after three epochs a posterior is still wide
             assert result["runs"][0]["accuracy"] > 0.3
         assert result["config"]["method"] == method
-    assert record["environment"]["packages"]["torch"] == torch.__version__
+    assert record["environment"]["packages"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert predictions["bsam"].computed_by == "loop"
     assert predictions["sgd"].computed_by == "mean"
     rows = demo.cells(record)

@@ -62,7 +62,7 @@ def test_a_run_leaves_everything_that_is_needed(tmp_path):
     assert record["preset"] == "digits/bsam"
     assert record["config"]["lr"] == run.runs[0].config.lr
     assert record["seconds"] > 0
-    assert record["environment"]["packages"]["torch"] == torch.__version__
+    assert record["environment"]["packages"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert record["engine"] == {"compiled": False, "seeds_together": 1, "processes_on_device": 1}
     assert record["data_sha256"] == load("digits", validation=run.runs[0].config.validation).sha256
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
