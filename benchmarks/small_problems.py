@@ -46,6 +46,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,9 +146,14 @@ def average_loss(model: nn.Module, data: Data, x: Tensor, y: Tensor) -> Tensor:
 def predict(
     model: nn.Module, posterior: bsam.Posterior, data: Data, part: Labelled, *, num_samples: int
 ) -> dict[str, float]:
-    """Accuracy (of a regression R^2), NLL and (of classes) ECE, averaged over samples of the posterior."""
+    """Accuracy (of a regression R^2), NLL and (of classes) ECE, averaged over samples of the posterior.
+
+    BatchNorm's statistics are estimated again for each sample, on the training inputs.
+    """
     batches = [(x, y.flatten()) for x, y in zip(*(tensor.split(500) for tensor in part), strict=True)]
-    options = {"num_samples": num_samples, "forward": outputs, "progress": False}
+    options: dict[str, Any] = {"num_samples": num_samples, "forward": outputs, "progress": False}
+    if num_samples and any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
+        options["recalibrate"] = data.train[0].split(500)
     if data.num_classes:
         found = bsam.metrics.summary(bsam.predict(model, posterior, batches, **options), num_bootstrap=0)
         return {"accuracy": found.accuracy, "nll": found.nll, "ece": found.ece}
