@@ -47,8 +47,8 @@ def run(problem, optimizer, minibatches):
 @pytest.mark.parametrize("form", ["mean_abs", "abs_mean"])
 @pytest.mark.parametrize("sample_noise", [True, False])
 @pytest.mark.parametrize("size", [12, 10])  # 10 = 3 + 3 + 2 + 2: ragged
-@pytest.mark.parametrize("perturb_from", ["sample", "mean"])
-def test_matches_the_transcription(name, splits, form, sample_noise, size, perturb_from):
+@pytest.mark.parametrize(("perturb_from", "sqrt_num_data"), [("sample", True), ("sample", False), ("mean", False)])
+def test_matches_the_transcription(name, splits, form, sample_noise, size, perturb_from, sqrt_num_data):
     problem = PROBLEMS[name]()
     N = 2 * len(problem.x)
     optimizer = bsam.BSAM(
@@ -64,6 +64,7 @@ def test_matches_the_transcription(name, splits, form, sample_noise, size, pertu
         splits=splits,
         perturb_from=perturb_from,
         curvature=form,
+        sqrt_num_data=sqrt_num_data,
         sample_noise=sample_noise,
         seed=11,
     )
@@ -85,6 +86,7 @@ def test_matches_the_transcription(name, splits, form, sample_noise, size, pertu
         mean_abs=form == "mean_abs",
         sampled=float(sample_noise),
         from_sample=perturb_from == "sample",
+        sqrt_num_data=sqrt_num_data,
     )
     start = problem.weights()
     for (omega, s, g_m, loss), (weights, ours) in zip(expected, run(problem, optimizer, minibatches), strict=True):

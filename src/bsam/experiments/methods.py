@@ -184,7 +184,10 @@ METHODS = {
     "adam": Method("Adam", _plain(Adam), step=_backward_step),
     "sam-adam": Method("SAM-Adam", _sharpness_aware(bsam.SAM, Adam), (*_SPLITS, "rho")),
     "bsam": Method(
-        "bSAM", _gaussian(bsam.BSAM), (*_BAYES, "rho", "perturb_from", "curvature", "sample_noise"), posterior=_learned
+        "bSAM",
+        _gaussian(bsam.BSAM),
+        (*_BAYES, "rho", "perturb_from", "curvature", "sqrt_num_data", "sample_noise"),
+        posterior=_learned,
     ),
     "ivon": Method(
         "IVON",

@@ -32,9 +32,10 @@ Where this differs from the printed algorithm, and why:
 - `curvature="mean_abs"` (the default, as in the authors' code) averages |g_k| over the splits. `"abs_mean"` takes the
   absolute value of the average, as printed. They agree for one split.
 - The printed order of lines 8 and 9 is kept: omega moves with the new s. In the authors' code it moves with the old s.
-- The derivation has sqrt(N s) |g| in line 8. Algorithm and code have sqrt(s) |g|, "because it performed better". On a
-  quadratic with curvature h and exact gradients, the stationary s is therefore delta + gamma + h sqrt(2 / (pi N)), not
-  delta + h. docs/algorithm.md has the formula with the noise of minibatches.
+- The derivation has sqrt(N s) |g| in line 8. Algorithm and code have sqrt(s) |g|, "because it performed better", and so
+  has the default. `sqrt_num_data=True` is the derivation's. On a quadratic with curvature h and exact gradients, the
+  stationary s is delta + gamma + h sqrt(2 / (pi N)) without the factor and delta + gamma + h sqrt(2 / pi) with it.
+  docs/algorithm.md has the formula with the noise of minibatches.
 - Neither the paper nor the code corrects the bias of the averages; s starts at `init_precision`.
 - Sub-batches are weighted by their size, so that parts of different size give the mean over all examples.
 
@@ -63,9 +64,10 @@ def perturbed(weights: Tensor, g: Tensor, s: Tensor, rho: float | Tensor, *, in_
     return plus_quotient(weights, g, s, rho, into_a=in_place)  # line 5
 
 
-def curvature(abs_g: Tensor, s: Tensor) -> Tensor:
-    """The curvature h = sqrt(s) |g|, the optimal precision b* of the biconjugate (appendix E.1)."""
-    return s.sqrt().mul_(abs_g)  # line 8
+def curvature(abs_g: Tensor, s: Tensor, N: float = 1.0) -> Tensor:
+    """The curvature h = sqrt(N s) |g|, the optimal precision b* of the biconjugate (appendix E.1); the paper's N is 1."""
+    root = s.sqrt() if N == 1.0 else (N * s).sqrt_()
+    return root.mul_(abs_g)  # line 8
 
 
 def update(
@@ -115,6 +117,8 @@ class BSAM(GaussianOptimizer):
         perturb_from: Where the adversarial step of a split starts. `"sample"`: at the weights that were sampled for its
             first gradient. `"mean"`: at the mean, as Algorithm 1 prints it.
         curvature: `"mean_abs"`, the mean of |g_k| over the splits, or `"abs_mean"`, |mean of g_k|.
+        sqrt_num_data: Whether the curvature is sqrt(N s) |g|, as in the derivation, or sqrt(s) |g|, as Algorithm 1 prints
+            it. With the factor, the width of the posterior follows the gradients; without, it is mostly the damping's.
         sample_noise: False leaves line 3 out, which is the paper's "bSAM w/o noise".
         nonfinite: `"raise"` raises at a loss or gradient that is not finite. `"skip"` skips the step and counts it
             in `skipped_steps`.
@@ -142,10 +146,11 @@ class BSAM(GaussianOptimizer):
         "init_precision",
         "perturb_from",
         "curvature",
+        "sqrt_num_data",
         "sample_noise",
     )
     rates: ClassVar[tuple[str, ...]] = (*GaussianOptimizer.rates, "damping", "rho")
-    absent_options: ClassVar[dict[str, Any]] = {"perturb_from": "mean"}
+    absent_options: ClassVar[dict[str, Any]] = {"perturb_from": "mean", "sqrt_num_data": False}
 
     def __init__(
         self,
@@ -163,6 +168,7 @@ class BSAM(GaussianOptimizer):
         splits: int = 1,
         perturb_from: str = "sample",
         curvature: str = "mean_abs",
+        sqrt_num_data: bool = False,
         sample_noise: bool = True,
         nonfinite: str = "raise",
         max_grad_norm: float | None = None,
@@ -188,6 +194,7 @@ class BSAM(GaussianOptimizer):
             "splits": splits,
             "perturb_from": perturb_from,
             "curvature": curvature,
+            "sqrt_num_data": sqrt_num_data,
             "sample_noise": sample_noise,
             "nonfinite": nonfinite,
             "max_grad_norm": max_grad_norm,
@@ -243,12 +250,16 @@ class BSAM(GaussianOptimizer):
         options.positive("init_precision", group["init_precision"])
         options.one_of("perturb_from", group["perturb_from"], ("sample", "mean"))
         options.one_of("curvature", group["curvature"], ("mean_abs", "abs_mean"))
-        for name in ("perturb", "sample_noise"):
+        for name in ("perturb", "sample_noise", "sqrt_num_data"):
             options.one_of(name, group[name], (True, False))
 
     def _fresh_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         state = super()._fresh_state(parameter, group)
         return {**state, "unit_precision": torch.full_like(state["momentum"], group["init_precision"])}
+
+    @property
+    def _curvature_num_data(self) -> float:
+        return self.effective_num_data if self._option("sqrt_num_data") else 1.0
 
     def _unit_precision(self, slot: Slot) -> Tensor:
         s: Tensor = slot.state["unit_precision"]
@@ -286,7 +297,7 @@ class BSAM(GaussianOptimizer):
 
     def _update(self, slot: Slot, **averages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         g_eps, g, s = averages["gradient"], averages["first_gradient"], slot.state["unit_precision"]
-        h = curvature(g if self._option("curvature") == "mean_abs" else g.abs(), s)
+        h = curvature(g if self._option("curvature") == "mean_abs" else g.abs(), s, self._curvature_num_data)
         omega, g_m, s = update(
             slot.mean.to(slot.dtype),
             slot.state["momentum"],
@@ -309,7 +320,7 @@ class BSAM(GaussianOptimizer):
         sizes = super()._sizes(slot)
         if slot.group["perturb"]:
             s = self._unit_precision(slot)
-            g = self._learned_precision(slot) / s.sqrt()  # line 8, solved for |g|
+            g = self._learned_precision(slot) / (self._curvature_num_data * s).sqrt()  # line 8, solved for |g|
             sizes["perturbation"] = perturbed(torch.zeros_like(s), g, s, slot.group["rho"])
         return sizes
 
