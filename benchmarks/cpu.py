@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from paper_settings import BSAM as PAPER
 
 import bsam
 from bsam.experiments.models import make_model
@@ -167,17 +168,17 @@ def peer_sam(x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
 CONTESTANTS: dict[str, Callable[..., Callable[[], Any]]] = {
     "Adam": plain(lambda p: torch.optim.Adam(p, lr=1e-3)),
     "SGD": plain(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
-    "BSAM": ours(lambda m: bsam.BSAM(m.parameters(), lr=0.1, num_data=60_000, module=m)),
-    "BSAM, compiled (TrainStep)": compiled(lambda m: bsam.BSAM(m.parameters(), lr=0.1, num_data=60_000, module=m)),
+    "BSAM": ours(lambda m: bsam.BSAM(m.parameters(), **PAPER, num_data=60_000, module=m)),
+    "BSAM, compiled (TrainStep)": compiled(lambda m: bsam.BSAM(m.parameters(), **PAPER, num_data=60_000, module=m)),
     "Adam, compiled (TrainStep)": compiled(lambda m: torch.optim.Adam(m.parameters(), lr=1e-3)),
     "one gradient": gradient,
     "the noise of one step": noise,
     "SAM (SGD)": ours(lambda m: bsam.SAM(m.parameters(), torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9, module=m)),
     "IVON (ivon-opt)": ivon,
     "SAM (pytorch_optimizer)": peer_sam,
-    "BSAM, 8 splits": ours(lambda m: bsam.BSAM(m.parameters(), lr=0.1, num_data=60_000, splits=8, module=m)),
+    "BSAM, 8 splits": ours(lambda m: bsam.BSAM(m.parameters(), **PAPER, num_data=60_000, splits=8, module=m)),
     "BSAM, 8 splits, vmap": ours(
-        lambda m: bsam.BSAM(m.parameters(), lr=0.1, num_data=60_000, splits=8, module=m, vectorise=True)
+        lambda m: bsam.BSAM(m.parameters(), **PAPER, num_data=60_000, splits=8, module=m, vectorise=True)
     ),
 }
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from paper_settings import BSAM as PAPER
 from torch import Tensor, nn
 from workers import Build, Measure, main, profiles
 
@@ -49,7 +50,7 @@ def make_optimizer(method: str, model: nn.Module, splits: int, seed: int = 0) ->
     parameters, sgd = model.parameters(), {"lr": 0.1, "momentum": 0.9}
     match method:
         case "bsam":
-            return bsam.BSAM(parameters, lr=0.1, num_data=50_000, splits=splits, module=model, seed=seed)
+            return bsam.BSAM(parameters, **PAPER, num_data=50_000, splits=splits, module=model, seed=seed)
         case "vogn":
             return bsam.VOGN(parameters, lr=0.001, num_data=50_000, splits=splits, module=model, seed=seed)
         case "sam":
@@ -210,7 +211,7 @@ def bsam_arithmetic(width: int = 768) -> Measure:
     from bsam.optim.probing import Slot, Tally
 
     parameters = [nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in gpt2_shapes(width)]
-    optimizer = bsam.BSAM(parameters, lr=0.1, num_data=1e6)
+    optimizer = bsam.BSAM(parameters, **PAPER, num_data=1e6)
     slots = optimizer._slots()
     packs = make_packs([slots], [str(i) for i in range(len(slots))])
     first = [torch.randn_like(pack.weights[0]) for pack in packs]
@@ -337,7 +338,7 @@ def memory(vectorise: bool, tensors: int = 32, width: int = 1024) -> Measure:
 
     def measure() -> dict[str, Any]:
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(tensors))).cuda()
-        optimizer = bsam.BSAM(model.parameters(), num_data=1e4, splits=8, module=model, vectorise=vectorise)
+        optimizer = bsam.BSAM(model.parameters(), **PAPER, num_data=1e4, splits=8, module=model, vectorise=vectorise)
         x = torch.randn(8, width, device="cuda")
         optimizer.step(lambda x: model(x).square().mean(), x)
         optimizer.zero_grad()
@@ -357,7 +358,7 @@ def prediction(precision: str, samples: int = 32) -> Measure:
     model, plain_model = (
         make_model("resnet20_frn", num_classes=10, image_shape=(3, 32, 32), seed=0).cuda() for _ in range(2)
     )
-    optimizer = bsam.BSAM(model.parameters(), num_data=50_000, module=model, betas=(0.9, 0.5))
+    optimizer = bsam.BSAM(model.parameters(), **{**PAPER, "betas": (0.9, 0.5)}, num_data=50_000, module=model)
     x = torch.randn(10_000, 3, 32, 32, device="cuda")
     y = torch.randint(10, (10_000,), device="cuda")
     for _ in range(5):

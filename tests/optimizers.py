@@ -56,7 +56,14 @@ GAUSSIAN_ERRORS = (({"lr": -1.0}, "lr=-1.0"), ({"betas": (1.0, 0.9)}, "betas"), 
 METHODS = {
     "BSAM": Method(
         bsam.BSAM,
-        {"lr": 0.3, **GAUSSIAN},
+        {
+            "lr": 0.3,
+            "rho": 0.01,
+            "betas": (0.9, 0.999),
+            "sqrt_num_data": False,
+            "max_grad_norm": None,
+            **GAUSSIAN,
+        },
         other_rates={"lr": 0.1, "rho": 0.2, "prior_precision": 3.0, "damping": 0.5, "betas": (0.5, 0.9)},
         suite={"lr": 0.1, "num_data": 1000, "prior_precision": 25.0},
         variants=({"lr": 0.01}, {"lr": torch.tensor(0.01)}, {"rho": 0.1}, {"betas": (0.5, 0.9)}, {"damping": 1.0}),

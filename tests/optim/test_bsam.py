@@ -66,6 +66,7 @@ def test_matches_the_transcription(name, splits, form, sample_noise, size, pertu
         curvature=form,
         sqrt_num_data=sqrt_num_data,
         sample_noise=sample_noise,
+        max_grad_norm=None,
         seed=11,
     )
     minibatches = problem.minibatches(STEPS, size)
@@ -105,8 +106,12 @@ def test_matches_the_transcription_on_cuda(nonfinite):
     gradient, start, minibatches = problem.gradient, problem.weights(), problem.minibatches(STEPS, 13)
     problem.model.cuda()
     problem.x, problem.y = problem.x.cuda(), problem.y.cuda()
-    optimizer = bsam.BSAM(problem.model.parameters(), lr=0.05, num_data=40, splits=4, nonfinite=nonfinite)
+    settings = {"lr": 0.05, "rho": 0.01, "betas": (0.9, 0.999), "damping": 0.1, "prior_precision": 25.0}
+    optimizer = bsam.BSAM(
+        problem.model.parameters(), **settings, num_data=40, splits=4, max_grad_norm=None, nonfinite=nonfinite
+    )
     options = {"alpha": 0.05, "beta1": 0.9, "beta2": 0.999, "rho": 0.01, "delta": 25 / 40, "gamma": 0.1}
+    options["sqrt_num_data"] = True
     expected = reference.bsam(gradient, start, minibatches, flat_noise(problem.model), N=40, m=4, **options)
     for (omega, s, _, _), (weights, _) in zip(expected, run(problem, optimizer, minibatches), strict=True):
         np.testing.assert_allclose(weights, omega, rtol=1e-9)
@@ -134,6 +139,8 @@ def test_two_groups_match_the_transcription(splits, perturb_from, perturb, sampl
         damping=0.1,
         splits=splits,
         perturb_from=perturb_from,
+        sqrt_num_data=False,
+        max_grad_norm=None,
         module=problem.model,
         vectorise=vectorise,
     )
@@ -199,7 +206,8 @@ def test_both_curvatures_agree_for_one_split_and_differ_for_more():
     assert np.all(precision("mean_abs", 8) > precision("abs_mean", 8))  # |mean| <= mean | |
 
 
-def test_stationary_precision_on_a_quadratic():
+@pytest.mark.parametrize("sqrt_num_data", [True, False])
+def test_stationary_precision_on_a_quadratic(sqrt_num_data):
     """On 1/2 h w^2 with the mean held at the minimum, g = h e and e ~ N(0, 1 / (N s)), so
 
         E[sqrt(s) |g|] = sqrt(s) h sqrt(2 / pi) / sqrt(N s) = h sqrt(2 / (pi N))
@@ -211,14 +219,22 @@ def test_stationary_precision_on_a_quadratic():
     w = nn.Parameter(torch.zeros(2000, dtype=torch.float64))
     N, delta, gamma = 100, 0.03, 0.05
     optimizer = bsam.BSAM(
-        [w], lr=0.0, num_data=N, prior_precision=delta * N, damping=gamma, betas=(0.9, 0.98), rho=0.01, seed=5
+        [w],
+        lr=0.0,
+        num_data=N,
+        prior_precision=delta * N,
+        damping=gamma,
+        betas=(0.9, 0.98),
+        rho=0.01,
+        sqrt_num_data=sqrt_num_data,
+        seed=5,
     )
     mean_s = torch.zeros_like(h)
     for step in range(800):
         optimizer.step(lambda: 0.5 * (h * w**2).sum())
         if step >= 400:
             mean_s += optimizer.state[w]["unit_precision"] / 400
-    expected = delta + gamma + h[:4] * math.sqrt(2 / (math.pi * N))
+    expected = delta + gamma + h[:4] * math.sqrt(2 / (math.pi * (1 if sqrt_num_data else N)))
     torch.testing.assert_close(mean_s.view(500, 4).mean(0), expected, rtol=0.005, atol=0)
 
 
@@ -306,7 +322,7 @@ def test_without_a_perturbation_the_mean_follows_the_expected_loss_or_the_plain_
     """rho = 0: the applied gradient is the one at the sample, as in variational inference, or the one at the mean."""
     problem = logistic()
     omega = problem.weights()
-    optimizer = bsam.BSAM(problem.model.parameters(), num_data=40, rho=0.0, perturb_from=perturb_from)
+    optimizer = bsam.BSAM(problem.model.parameters(), num_data=40, rho=0.0, perturb_from=perturb_from, max_grad_norm=None)
     optimizer.step(problem.loss_fn, problem.x, problem.y)
     theta = omega + flat_noise(problem.model)(0, 0) / math.sqrt(40)
     _, expected = problem.gradient(theta if perturb_from == "sample" else omega, np.arange(len(problem.x)))
@@ -314,15 +330,17 @@ def test_without_a_perturbation_the_mean_follows_the_expected_loss_or_the_plain_
     np.testing.assert_allclose(applied, expected, rtol=1e-10)
 
 
-def test_a_state_without_the_option_was_trained_from_the_mean():
+def test_a_state_without_an_option_was_trained_as_it_was_before():
     problem = logistic()
     optimizer = bsam.BSAM(problem.model.parameters(), num_data=40)
     optimizer.step(problem.loss_fn, problem.x, problem.y)
     state = optimizer.state_dict()
     assert state["param_groups"][0].pop("perturb_from") == "sample"
+    assert state["param_groups"][0].pop("sqrt_num_data")
     loaded = bsam.BSAM(problem.model.parameters(), num_data=40)
     loaded.load_state_dict(state)
     assert loaded.param_groups[0]["perturb_from"] == "mean"
+    assert loaded.param_groups[0]["sqrt_num_data"] is False
 
 
 def test_seeds_differ_and_the_global_generator_is_not_used():
@@ -526,7 +544,7 @@ def test_state_is_float32_for_16_bit_weights_and_stays_so_on_load():
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_load_refuses_precisions_that_are_not_positive(bad):
     w = nn.Parameter(torch.ones(4))
-    optimizer = bsam.BSAM([w], num_data=1000)
+    optimizer = bsam.BSAM([w], lr=0.1, num_data=1000)
     optimizer.step(lambda: (w**2).sum())
     before = optimizer.state_dict()
     state = optimizer.state_dict()
@@ -663,7 +681,8 @@ def test_the_prior_may_be_given_as_weight_decay(name):
         return getattr(bsam, name)(groups, **options)
 
     assert make(model.parameters(), weight_decay=0.01).param_groups[0]["prior_precision"] == pytest.approx(4.0)
-    assert make(model.parameters()).param_groups[0]["prior_precision"] == 25.0
+    default = 5e-4 * 400 if name == "BSAM" else 25.0
+    assert make(model.parameters()).param_groups[0]["prior_precision"] == pytest.approx(default)
     groups = [{"params": model[0].parameters(), "weight_decay": 0.0}, {"params": model[1].parameters()}]
     priors = [group["prior_precision"] for group in make(groups, weight_decay=0.01).param_groups]
     assert priors == pytest.approx([0.0, 4.0])

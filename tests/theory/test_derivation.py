@@ -181,6 +181,9 @@ def test_the_stationary_precision_of_the_optimizer_with_minibatches(N, batch_siz
         init_precision=0.2,
         splits=splits,
         curvature=form,
+        rho=0.01,
+        sqrt_num_data=False,
+        max_grad_norm=None,
     )
     mean_s = 0.0
     for step in range(400):

@@ -61,7 +61,7 @@ class TrainStep:
     Examples:
         >>> from bsam import BSAM
         >>> model = nn.Linear(3, 2)
-        >>> optimizer = BSAM(model.parameters(), lr=0.1, num_data=50, splits=2, module=model)
+        >>> optimizer = BSAM(model.parameters(), num_data=50, splits=2, module=model)
         >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
         >>> loss_fn = lambda x, y: nn.functional.cross_entropy(model(x), y)
         >>> step = TrainStep(optimizer, loss_fn, (x, y), compile=False)

@@ -32,10 +32,11 @@ Where this differs from the printed algorithm, and why:
 - `curvature="mean_abs"` (the default, as in the authors' code) averages |g_k| over the splits. `"abs_mean"` takes the
   absolute value of the average, as printed. They agree for one split.
 - The printed order of lines 8 and 9 is kept: omega moves with the new s. In the authors' code it moves with the old s.
-- The derivation has sqrt(N s) |g| in line 8. Algorithm and code have sqrt(s) |g|, "because it performed better", and so
-  has the default. `sqrt_num_data=True` is the derivation's. On a quadratic with curvature h and exact gradients, the
-  stationary s is delta + gamma + h sqrt(2 / (pi N)) without the factor and delta + gamma + h sqrt(2 / pi) with it.
+- The derivation has sqrt(N s) |g| in line 8: `sqrt_num_data=True`, the default. Algorithm and code have sqrt(s) |g|,
+  "because it performed better": `sqrt_num_data=False`. On a quadratic with curvature h and exact gradients, the
+  stationary s is delta + gamma + h sqrt(2 / pi) with the factor and delta + gamma + h sqrt(2 / (pi N)) without it.
   docs/algorithm.md has the formula with the noise of minibatches.
+- The defaults are not the paper's settings. They were chosen on small problems of many kinds (docs/out_of_the_box.md).
 - Neither the paper nor the code corrects the bias of the averages; s starts at `init_precision`.
 - Sub-batches are weighted by their size, so that parts of different size give the mean over all examples.
 
@@ -65,7 +66,10 @@ def perturbed(weights: Tensor, g: Tensor, s: Tensor, rho: float | Tensor, *, in_
 
 
 def curvature(abs_g: Tensor, s: Tensor, N: float = 1.0) -> Tensor:
-    """The curvature h = sqrt(N s) |g|, the optimal precision b* of the biconjugate (appendix E.1); the paper's N is 1."""
+    """The curvature h = sqrt(N s) |g|, the optimal precision b* of the biconjugate (appendix E.1).
+
+    Algorithm 1 has h = sqrt(s) |g|, which is N = 1.
+    """
     root = s.sqrt() if N == 1.0 else (N * s).sqrt_()
     return root.mul_(abs_g)  # line 8
 
@@ -97,17 +101,16 @@ class BSAM(GaussianOptimizer):
         params: Parameters, named parameters, or groups of them. A group may override `lr`, `rho`,
             `prior_precision`, `betas` and `damping`, and set `perturb=False` (no adversarial step) or
             `sample=False` (no noise; its posterior is a point).
-        lr: Learning rate alpha. The step is g / s with s well below 1, not g / sqrt(s). Values that suit SGD suit
-            bSAM (0.1 to 1); Adam's values are about 100 times too small.
+        lr: Learning rate alpha. The step is g / s, not g / sqrt(s): Adam's values are about 1,000 times too small.
         num_data: Number of training examples. The loss of a batch is a mean, and the posterior needs the sum over all
             examples, so this number sets how certain the posterior is.
         rho: Size of the adversarial step.
-        prior_precision: Precision of the Gaussian prior on the weights (N delta in the paper), 25 by default. It also
-            acts as weight decay of strength prior_precision / N on all parameters.
+        prior_precision: Precision of the Gaussian prior on the weights (N delta in the paper). It also acts as weight
+            decay of strength prior_precision / N on all parameters.
         weight_decay: The same in the units of torch's optimizers: prior_precision = weight_decay * N. Give one of the
-            two. Groups take both names as well.
-        betas: Decay of the averages of the gradient and of the precision. Use beta2 = 0.99 for runs of a few hundred
-            steps: the precision starts at `init_precision` and forgets this value in about 1 / (1 - beta2) steps.
+            two; without both it is 5e-4. Groups take both names as well.
+        betas: Decay of the averages of the gradient and of the precision. The precision starts at `init_precision` and
+            forgets this value in about 1 / (1 - beta2) steps.
         damping: Constant gamma that is added to the curvature.
         init_precision: First value of `unit_precision`.
         augmentation_factor: The factor by which augmentation enlarges the data set (the paper uses 4 for crops and
@@ -117,8 +120,9 @@ class BSAM(GaussianOptimizer):
         perturb_from: Where the adversarial step of a split starts. `"sample"`: at the weights that were sampled for its
             first gradient. `"mean"`: at the mean, as Algorithm 1 prints it.
         curvature: `"mean_abs"`, the mean of |g_k| over the splits, or `"abs_mean"`, |mean of g_k|.
-        sqrt_num_data: Whether the curvature is sqrt(N s) |g|, as in the derivation, or sqrt(s) |g|, as Algorithm 1 prints
-            it. With the factor, the width of the posterior follows the gradients; without, it is mostly the damping's.
+        sqrt_num_data: Whether the curvature is sqrt(N s) |g|, as in the derivation, or sqrt(s) |g|, as Algorithm 1
+            prints it. With the factor the width of the posterior follows the gradients; without it the damping sets
+            most of the width.
         sample_noise: False leaves line 3 out, which is the paper's "bSAM w/o noise".
         nonfinite: `"raise"` raises at a loss or gradient that is not finite. `"skip"` skips the step and counts it
             in `skipped_steps`.
@@ -134,7 +138,7 @@ class BSAM(GaussianOptimizer):
 
     Examples:
         >>> model = nn.Linear(3, 2)
-        >>> optimizer = BSAM(model.parameters(), lr=0.1, num_data=50)
+        >>> optimizer = BSAM(model.parameters(), num_data=50)
         >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
         >>> loss = optimizer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
         >>> with optimizer.sampled():
@@ -155,35 +159,35 @@ class BSAM(GaussianOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor = 1.0,
         *,
         num_data: float,
-        rho: float = 0.01,
+        rho: float = 0.05,
         prior_precision: float | None = None,
         weight_decay: float | None = None,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float, float] = (0.9, 0.99),
         damping: float = 0.1,
         init_precision: float = 1.0,
         augmentation_factor: float = 1.0,
         splits: int = 1,
         perturb_from: str = "sample",
         curvature: str = "mean_abs",
-        sqrt_num_data: bool = False,
+        sqrt_num_data: bool = True,
         sample_noise: bool = True,
         nonfinite: str = "raise",
-        max_grad_norm: float | None = None,
+        max_grad_norm: float | None = 1.0,
         module: nn.Module | None = None,
         batch_norm: str = "first_split",
         vectorise: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
     ) -> None:
+        if prior_precision is None and weight_decay is None:
+            weight_decay = 5e-4
         defaults = {
             "lr": lr,
             "rho": rho,
-            "prior_precision": options.prior(
-                prior_precision, weight_decay, num_data, augmentation_factor, default=25.0
-            ),
+            "prior_precision": options.prior(prior_precision, weight_decay, num_data, augmentation_factor),
             "betas": betas,
             "damping": damping,
             "perturb": True,
@@ -219,7 +223,8 @@ class BSAM(GaussianOptimizer):
         At a constant s, line 9 moves the weights by alpha / s times an average of gradients. SGD moves them by
         lr / (1 - momentum) times that average. So at s = 1 the learning rate of bSAM is lr / (1 - momentum). The
         damping is 1 - weight_decay, so that s stays at 1. Where gradients are large, s rises above 1, and the steps
-        are shorter than SGD's. At s = 1 the noise has the standard deviation 1 / sqrt(N).
+        are shorter than SGD's. At s = 1 the noise has the standard deviation 1 / sqrt(N). Gradients with a norm above 1
+        are scaled down to it, unless `max_grad_norm` says otherwise.
 
         Args:
             params: Parameters, named parameters, or groups of them.
@@ -242,6 +247,7 @@ class BSAM(GaussianOptimizer):
             "damping": 1.0 - weight_decay,
             "init_precision": 1.0,
             "rho": 0.05,
+            "sqrt_num_data": False,
         }
         return cls(params, num_data=num_data, **{**settings, **further})
 

@@ -260,6 +260,8 @@ def train_bsam(
         prior_precision=settings.prior_precision,
         betas=settings.bsam_betas,
         damping=damping,
+        sqrt_num_data=False,
+        max_grad_norm=None,
         seed=settings.seed,
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=settings.bsam_steps)
