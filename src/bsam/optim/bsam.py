@@ -223,7 +223,7 @@ class BSAM(GaussianOptimizer):
         are shorter than SGD's. At s = 1 the noise has the standard deviation 1 / sqrt(N).
 
         Args:
-            params: Parameters, named parameters, or groups of them.
+            params: Parameters, named parameters, or groups of them. `lr` and `weight_decay` of a group are SGD's.
             lr: Learning rate of SGD.
             momentum: Momentum of SGD.
             weight_decay: Weight decay of SGD.
@@ -237,14 +237,16 @@ class BSAM(GaussianOptimizer):
                 f"momentum={momentum} must lie in [0, 1) and weight_decay={weight_decay} below 1, as SGD has them."
             )
         settings = {
-            "lr": lr / (1 - momentum),
             "betas": (momentum, 0.99),
             "weight_decay": weight_decay,
             "damping": 1.0 - weight_decay,
             "init_precision": 1.0,
             "rho": 0.05,
         }
-        return cls(params, num_data=num_data, **{**settings, **further})
+        optimizer = cls(params, lr, num_data=num_data, **{**settings, **further})
+        for group in (optimizer.defaults, *optimizer.param_groups):
+            group["lr"] = group["lr"] / (1 - momentum)
+        return optimizer
 
     @classmethod
     def from_adamw(
@@ -279,7 +281,7 @@ class BSAM(GaussianOptimizer):
                 state of an AdamW that has trained. By default 0.3 / sqrt(D) for D trained parameters: a gradient with a
                 norm of about 1, of which few weights have the larger part.
             further: Options of bSAM that differ from those derived here. By default `rho` is 0.05, as is common for
-                SAM, `damping`, `init_precision` and `max_grad_norm` are 1.
+                SAM, `damping`, `init_precision` and `max_grad_norm` are 1, and `sqrt_num_data` is False.
         """
         settings = {
             "betas": betas,
@@ -287,6 +289,7 @@ class BSAM(GaussianOptimizer):
             "damping": 1.0,
             "init_precision": 1.0,
             "rho": 0.05,
+            "sqrt_num_data": False,
             "max_grad_norm": 1.0,
         }
         optimizer = cls(params, lr, num_data=num_data, **{**settings, **further})

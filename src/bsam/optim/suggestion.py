@@ -85,7 +85,7 @@ def suggest(
             options.count("num_parameters", num_parameters)
         made = BSAM.from_adamw(_parameters(num_parameters or 1), **line, num_data=num_data, gradient_size=gradient_size)
         size = f"{line['lr'] / made.param_groups[0]['lr']:.2g}"
-        guess = "" if gradient_size else f" = 0.3 / sqrt({num_parameters}), which is a guess"
+        guess = "" if gradient_size else f", a guess: 0.3 / sqrt({num_parameters})"
         reasons = _adamw_reasons(**line, size=size, guess=guess)
     (group,) = made.param_groups
     prior = group["prior_precision"]
@@ -98,6 +98,7 @@ def suggest(
         "init_precision": f"The precision starts where it stays. The noise of a weight is then "
         f"1 / sqrt(num_data) = {1 / math.sqrt(num_data):.2g}.",
         "rho": "A choice, not a conversion: with s = 1 and gradients of norm 1 it is SAM's usual radius.",
+        "sqrt_num_data": "The conversion holds while s is near 1, where the curvature without this factor leaves it.",
         "max_grad_norm": reasons["max_grad_norm"],
     }
     return Suggestion({name: prior / num_data if name == "weight_decay" else group[name] for name in reasons}, reasons)
@@ -114,11 +115,12 @@ def _sgd_reasons(lr: float, momentum: float, weight_decay: float) -> dict[str, s
 
 def _adamw_reasons(lr: float, betas: tuple[float, float], weight_decay: float, size: str, guess: str) -> dict[str, str]:
     return {
-        "lr": f"{lr} / {size}, so that a weight moves by {lr}, as with AdamW, where the gradient is {size}{guess}.",
+        "lr": f"{lr} / {size}: a weight moves by {lr}, as with AdamW, where its gradient is {size}{guess}.",
         "betas": "Those of AdamW.",
-        "weight_decay": f"{weight_decay} * {size}, so that a step shrinks the weights by lr * weight_decay = "
-        f"{lr * weight_decay:.2g} of their size, as with AdamW.",
-        "max_grad_norm": "Clips the gradient at the perturbed weights: a step of AdamW has no outliers either.",
+        "weight_decay": f"{weight_decay} * {size}: a step takes {lr} * {weight_decay} = {lr * weight_decay:.2g} of each "
+        "weight, as with AdamW.",
+        "max_grad_norm": "Clips the gradient at the perturbed weights, because one large gradient makes no long step of "
+        "AdamW either.",
     }
 
 
@@ -126,6 +128,7 @@ def _complete(name: str, given: Mapping[str, Any], defaults: dict[str, Any]) -> 
     """Return the given settings with torch's defaults for those that are missing."""
     if unknown := sorted(set(given) - set(defaults)):
         raise ValueError(f"{', '.join(unknown)} of {name} has no counterpart here: give {', '.join(defaults)}.")
+    options.positive("lr", given.get("lr", 1.0))
     return {**defaults, **given}
 
 
