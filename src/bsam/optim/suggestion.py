@@ -117,10 +117,10 @@ def _adamw_reasons(lr: float, betas: tuple[float, float], weight_decay: float, s
     return {
         "lr": f"{lr} / {size}: a weight moves by {lr}, as with AdamW, where its gradient is {size}{guess}.",
         "betas": "Those of AdamW.",
-        "weight_decay": f"{weight_decay} * {size}: a step takes {lr} * {weight_decay} = {lr * weight_decay:.2g} of each "
-        "weight, as with AdamW.",
-        "max_grad_norm": "Clips the gradient at the perturbed weights, because one large gradient makes no long step of "
-        "AdamW either.",
+        "weight_decay": f"{weight_decay} * {size}: a step takes {lr} * {weight_decay} = {lr * weight_decay:.2g} of "
+        "each weight, as with AdamW.",
+        "max_grad_norm": "Clips the gradient at the perturbed weights, because one large gradient makes no long step "
+        "of AdamW either.",
     }
 
 
