@@ -77,6 +77,9 @@ def make_optimizer(name: str, model: nn.Module, settings: dict[str, Any], *, num
         return getattr(torch.optim, name)(parameters, **settings)
     if name == "SAM":
         return bsam.SAM(parameters, torch.optim.SGD, module=model, **settings)
+    if "converted_from" in settings:
+        convert = getattr(getattr(bsam, name), settings.pop("converted_from"))
+        return convert(parameters, num_data=num_data, module=model, seed=seed, **settings)
     if "weight_decay_as_prior" in settings:
         settings["prior_precision"] = settings.pop("weight_decay_as_prior") * num_data
     return getattr(bsam, name)(parameters, num_data=num_data, module=model, seed=seed, **settings)
@@ -85,13 +88,14 @@ def make_optimizer(name: str, model: nn.Module, settings: dict[str, Any], *, num
 def converted(name: str, *, sgd: dict[str, float] | None = None, adamw: dict[str, Any] | None = None) -> dict[str, Any]:
     """Settings of IVON, VOGN or bSAM that begin as a line of SGD or of AdamW does.
 
-    The precision s starts where it stays if there is no curvature. Then a step of bSAM is alpha / s times an average of
-    gradients, which is a step of SGD with lr = alpha (1 - momentum) / s. AdamW's steps do not depend on the size of
-    the gradients, so its line has no equal: it counts as SGD with 100 times the rate, and a weight decay that
-    shrinks the weights as fast.
+    bSAM has `from_sgd` and `from_adamw`, which `make_optimizer` calls. For IVON and VOGN the precision s starts where
+    it stays if there is no curvature, and AdamW counts as SGD with 100 times the rate, and a weight decay that shrinks
+    the weights as fast.
     """
     if (sgd is None) == (adamw is None):
         raise ValueError("converted needs either sgd= or adamw=, the settings to convert.")
+    if name == "BSAM":
+        return {"converted_from": "from_sgd", **sgd} if sgd is not None else {"converted_from": "from_adamw", **adamw}
     if adamw is not None:
         beta1 = adamw["betas"][0]
         sgd = {
@@ -102,9 +106,6 @@ def converted(name: str, *, sgd: dict[str, float] | None = None, adamw: dict[str
     assert sgd is not None
     rate, decay = sgd["lr"] / (1 - sgd["momentum"]), sgd["weight_decay"]
     shared = {"weight_decay_as_prior": decay, "betas": (sgd["momentum"], 0.999)}
-    if name == "BSAM":
-        s = 1.0
-        return {**shared, "lr": rate * s, "damping": s - decay, "init_precision": s}
     if name == "IVON":
         s = 0.5
         return {**shared, "lr": rate * s, "initial_hessian": s - decay}

@@ -1,5 +1,6 @@
 """The benchmark of small problems: each loads and is cut as it says, and every optimizer takes steps on each."""
 
+import json
 import math
 from pathlib import Path
 
@@ -147,6 +148,15 @@ def test_a_converted_step_is_sgds():
                 made.step(lambda x, model=model: model(x).square().mean(), x)
         weights[optimizer] = model.weight.detach().clone()
     torch.testing.assert_close(weights["BSAM"], weights["SGD"])
+
+
+def test_bsam_is_converted_by_the_package():
+    model = torch.nn.Linear(3, 1)
+    for source, line in (("sgd", out_of_the_box.SGD_LINE), ("adamw", out_of_the_box.ADAMW_LINE)):
+        settings = json.loads(json.dumps(converted("BSAM", **{source: line})))  # as a record keeps them
+        made = out_of_the_box.make_optimizer("BSAM", model, settings, num_data=50, seed=1)
+        expected = getattr(bsam.BSAM, f"from_{source}")(model.parameters(), **line, num_data=50, module=model, seed=1)
+        assert made.param_groups == expected.param_groups
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -4,7 +4,7 @@ from bsam import kernels as _kernels  # noqa: F401  # its operators register wit
 from bsam import metrics
 from bsam.batch_norm import recalibrate_batch_norm
 from bsam.engine import TrainStep
-from bsam.optim import ASAM, BSAM, IVON, SAM, SWAG, VOGN
+from bsam.optim import ASAM, BSAM, IVON, SAM, SWAG, VOGN, Suggestion, suggest
 from bsam.posterior import DiagonalGaussian, LowRankGaussian, PointMass, Posterior, laplace, load_posterior
 from bsam.prediction import Calibration, GaussianPredictions, Predictions, calibrate, predict, predict_linearised
 
@@ -22,6 +22,7 @@ __all__ = [
     "PointMass",
     "Posterior",
     "Predictions",
+    "Suggestion",
     "TrainStep",
     "calibrate",
     "laplace",
@@ -30,6 +31,7 @@ __all__ = [
     "predict",
     "predict_linearised",
     "recalibrate_batch_norm",
+    "suggest",
 ]
 
 __version__ = "0.1.0"

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+import bsam
 from bsam.experiments import demo, figures
 from bsam.experiments.commands import _demo_table, app
 from bsam.experiments.config import explanations, from_mapping
@@ -86,6 +87,24 @@ def test_configs_lists_and_shows_presets():
     for name, explanation in explanations().items():
         assert name in settings
         assert explanation in settings
+
+
+def test_suggest_prints_what_the_package_suggests():
+    runner = CliRunner()
+    lines = ["--sgd", "lr=0.1,momentum=0.9,weight_decay=5e-4"], ["--adamw", "lr=3e-4,beta2=0.95"]
+    expected = (
+        bsam.suggest(sgd={"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}, num_data=50_000),
+        bsam.suggest(adamw={"lr": 3e-4, "betas": (0.9, 0.95)}, num_data=50_000, num_parameters=900),
+    )
+    for line, suggestion in zip(lines, expected, strict=True):
+        result = runner.invoke(app, ["suggest", *line, "--num-data", "50000", "--num-parameters", "900"])
+        assert result.output == f"{suggestion}\n"
+    for line, message in [
+        (["--sgd", "0.1"], "--sgd 0.1 must be names and numbers"),
+        (["--adamw", "lr=1e-3"], "need num_parameters"),
+        ([], "give either sgd="),
+    ]:
+        assert message in str(runner.invoke(app, ["suggest", *line, "--num-data", "10"]).exception)
 
 
 def test_tables_fit_into_80_columns():

@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+import bsam
 from bsam.experiments import demo as experiment
 from bsam.experiments.config import FIELDS, explanations, from_file, hints, override, to_toml, toml_value, what_fits
 from bsam.experiments.evaluate import evaluate as evaluate_run
@@ -333,6 +334,51 @@ def figure(
     for key in figures.FIGURES if name == "all" else () if name == "numbers" else (name,):
         path = folder / f"{key}.png" if name == "all" or out is None else out
         console.print(f"{figures.draw(key, path)}", highlight=False)
+
+
+@app.command()
+def suggest(
+    num_data: Annotated[int, typer.Option(min=1, help="Number of training examples.")],
+    sgd: Annotated[str | None, typer.Option(metavar="KEY=VALUE,...", help="lr, momentum, weight_decay of SGD.")] = None,
+    adamw: Annotated[
+        str | None, typer.Option(metavar="KEY=VALUE,...", help="lr, beta1, beta2, weight_decay of AdamW.")
+    ] = None,
+    num_parameters: Annotated[
+        int | None, typer.Option(min=1, help="Number of parameters that are trained, for --adamw.")
+    ] = None,
+    gradient_size: Annotated[
+        float | None,
+        typer.Option(help="Size of the gradient in a typical weight, for --adamw.", show_default="from the parameters"),
+    ] = None,
+) -> None:
+    """Convert settings of SGD or AdamW that work into a line of bSAM.
+
+    Settings that are left out have torch's defaults. Examples:
+
+    [bold]bsam suggest --sgd lr=0.1,momentum=0.9,weight_decay=5e-4 --num-data 50000[/bold]
+
+    [bold]bsam suggest --adamw lr=1e-3,weight_decay=0.01 --num-data 50000 --num-parameters 270000[/bold]
+    """
+    line = None if adamw is None else _numbers("--adamw", adamw, "lr=1e-3,weight_decay=0.01")
+    if line is not None and {"beta1", "beta2"} & set(line):
+        line["betas"] = line.pop("beta1", 0.9), line.pop("beta2", 0.999)
+    suggestion = bsam.suggest(
+        sgd=None if sgd is None else _numbers("--sgd", sgd, "lr=0.1,momentum=0.9"),
+        adamw=line,
+        num_data=num_data,
+        num_parameters=num_parameters,
+        gradient_size=gradient_size,
+    )
+    typer.echo(str(suggestion))
+
+
+def _numbers(option: str, text: str, example: str) -> dict[str, Any]:
+    """Return the numbers of KEY=VALUE,KEY=VALUE."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    try:
+        return {name.strip(): float(value) for name, _, value in pairs}
+    except ValueError:
+        raise ValueError(f"{option} {text} must be names and numbers, like {example}.") from None
 
 
 @app.command()

@@ -1,0 +1,143 @@
+"""bSAM's settings for a problem on which SGD or AdamW works, with the reason for each number.
+
+The algebra is in `BSAM.from_sgd` and `BSAM.from_adamw`: the settings are read from an optimizer that they make.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bsam.optim import options
+from bsam.optim.bsam import BSAM
+
+__all__ = ["Suggestion", "suggest"]
+
+_SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
+_ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
+"""The defaults of torch."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Settings of bSAM and why; printed, a line of Python and one sentence per setting."""
+
+    settings: dict[str, Any]
+    """Keywords of `bsam.BSAM`."""
+    reasons: dict[str, str]
+    """One sentence for each keyword."""
+
+    def __str__(self) -> str:
+        shown = {name: _shown(value) for name, value in self.settings.items()}
+        line = f"bsam.BSAM(model.parameters(), {', '.join(f'{name}={text}' for name, text in shown.items())})"
+        width = max(len(f"{name}={text}") for name, text in shown.items())
+        return "\n".join(
+            [line, "", *(f"{f'{name}={text}':{width}}  {self.reasons[name]}" for name, text in shown.items())]
+        )
+
+
+def suggest(
+    *,
+    sgd: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+    num_data: float,
+    num_parameters: int | None = None,
+    gradient_size: float | None = None,
+) -> Suggestion:
+    """Suggest settings of bSAM for a problem on which SGD or AdamW works.
+
+    Args:
+        sgd: Settings of `torch.optim.SGD`: `lr`, `momentum` and `weight_decay`. Missing ones have torch's defaults.
+        adamw: Settings of `torch.optim.AdamW`: `lr`, `betas` and `weight_decay`. Give either `sgd` or `adamw`.
+        num_data: Number of training examples.
+        num_parameters: Number of parameters that are trained, for AdamW's settings.
+        gradient_size: Size of the gradient in a typical weight, for AdamW's settings, as `BSAM.from_adamw` explains it.
+            By default 0.3 / sqrt(num_parameters).
+
+    Examples:
+        >>> suggestion = suggest(sgd={"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}, num_data=50_000)
+        >>> round(suggestion.settings["lr"], 6)
+        1.0
+        >>> print(suggestion.reasons["lr"])
+        0.1 / (1 - 0.9): the momentum of SGD is a sum of gradients, that of bSAM an average.
+    """
+    if (sgd is None) == (adamw is None):
+        raise ValueError("give either sgd=, like sgd={'lr': 0.1, 'momentum': 0.9}, or adamw=, like adamw={'lr': 1e-3}.")
+    options.positive("num_data", num_data)
+    if sgd is not None:
+        line = _complete("SGD", sgd, _SGD)
+        made = BSAM.from_sgd(_parameters(1), **line, num_data=num_data)
+        reasons = _sgd_reasons(**line)
+    else:
+        assert adamw is not None
+        line = _complete("AdamW", adamw, _ADAMW)
+        if num_parameters is None and gradient_size is None:
+            raise ValueError(
+                "the settings of AdamW need num_parameters, because it tells how large gradients are: "
+                "sum(p.numel() for p in model.parameters() if p.requires_grad)."
+            )
+        if num_parameters is not None:
+            options.count("num_parameters", num_parameters)
+        made = BSAM.from_adamw(_parameters(num_parameters or 1), **line, num_data=num_data, gradient_size=gradient_size)
+        size = f"{line['lr'] / made.param_groups[0]['lr']:.2g}"
+        guess = "" if gradient_size else f", a guess: 0.3 / sqrt({num_parameters})"
+        reasons = _adamw_reasons(**line, size=size, guess=guess)
+    (group,) = made.param_groups
+    prior = group["prior_precision"]
+    reasons = {
+        "lr": reasons["lr"],
+        "num_data": "The number of training examples.",
+        "betas": reasons["betas"],
+        "weight_decay": f"{reasons['weight_decay']} It is a prior of precision weight_decay * num_data = {prior:.4g}.",
+        "damping": "With it the precision s stays at 1 where gradients are small.",
+        "init_precision": f"The precision starts where it stays. The noise of a weight is then "
+        f"1 / sqrt(num_data) = {1 / math.sqrt(num_data):.2g}.",
+        "rho": "A choice, not a conversion: with s = 1 and gradients of norm 1 it is SAM's usual radius.",
+        "sqrt_num_data": "The conversion holds while s is near 1, where the curvature without this factor leaves it.",
+        "max_grad_norm": reasons["max_grad_norm"],
+    }
+    return Suggestion({name: prior / num_data if name == "weight_decay" else group[name] for name in reasons}, reasons)
+
+
+def _sgd_reasons(lr: float, momentum: float, weight_decay: float) -> dict[str, str]:
+    return {
+        "lr": f"{lr} / (1 - {momentum}): the momentum of SGD is a sum of gradients, that of bSAM an average.",
+        "betas": "The first is SGD's momentum. With the second, s forgets its start in about 100 steps.",
+        "weight_decay": "That of SGD.",
+        "max_grad_norm": "Clips the gradient at the perturbed weights; None clips nothing, as SGD.",
+    }
+
+
+def _adamw_reasons(lr: float, betas: tuple[float, float], weight_decay: float, size: str, guess: str) -> dict[str, str]:
+    return {
+        "lr": f"{lr} / {size}: a weight moves by {lr}, as with AdamW, where its gradient is {size}{guess}.",
+        "betas": "Those of AdamW.",
+        "weight_decay": f"{weight_decay} * {size}: a step takes {lr} * {weight_decay} = {lr * weight_decay:.2g} of "
+        "each weight, as with AdamW.",
+        "max_grad_norm": "Clips the gradient at the perturbed weights, because one large gradient makes no long step "
+        "of AdamW either.",
+    }
+
+
+def _complete(name: str, given: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the given settings with torch's defaults for those that are missing."""
+    if unknown := sorted(set(given) - set(defaults)):
+        raise ValueError(f"{', '.join(unknown)} of {name} has no counterpart here: give {', '.join(defaults)}.")
+    options.positive("lr", given.get("lr", 1.0))
+    return {**defaults, **given}
+
+
+def _parameters(num_parameters: int) -> list[nn.Parameter]:
+    """Return a parameter of this size that takes no memory."""
+    return [nn.Parameter(torch.empty(num_parameters, device="meta"))]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"({', '.join(map(_shown, value))})" if isinstance(value, tuple) else repr(value)
