@@ -144,6 +144,7 @@ def random_settings(name: str) -> list[dict[str, Any]]:
                 "init_precision": s,
                 "rho": power(-3, -1),
                 "betas": betas,
+                "sqrt_num_data": draw.choice((True, False)),
             }
         raise ValueError(f"there are no random settings of {name!r}.")
 
