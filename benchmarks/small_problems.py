@@ -153,7 +153,7 @@ def predict(
     batches = [(x, y.flatten()) for x, y in zip(*(tensor.split(500) for tensor in part), strict=True)]
     options: dict[str, Any] = {"num_samples": num_samples, "forward": outputs, "progress": False}
     if num_samples and any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
-        options["recalibrate"] = data.train[0].split(500)
+        options["recalibrate"] = list(data.train[0].split(500))  # two tensors in a tuple are inputs and labels
     if data.num_classes:
         found = bsam.metrics.summary(bsam.predict(model, posterior, batches, **options), num_bootstrap=0)
         return {"accuracy": found.accuracy, "nll": found.nll, "ece": found.ece}

@@ -128,12 +128,12 @@ def test_only_adapters_and_the_head_of_the_adapted_transformer_are_trained():
 
 
 def test_a_converted_step_is_sgds():
-    """With gradients that do not change, without noise and curvature, and after the average has filled."""
+    """Without noise, adversarial step, curvature and clipping."""
     settings = converted("BSAM", sgd={"lr": 0.1, "momentum": 0.0, "weight_decay": 1e-3})
     weights = {}
     for optimizer, options in {
         "SGD": {"lr": 0.1, "weight_decay": 1e-3},
-        "BSAM": {**settings, "rho": 0.0, "sample_noise": False, "betas": (0.0, 1 - 1e-9)},
+        "BSAM": {**settings, "rho": 0.0, "sample_noise": False, "betas": (0.0, 1 - 1e-9), "max_grad_norm": None},
     }.items():
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 1)

@@ -322,7 +322,9 @@ def test_without_a_perturbation_the_mean_follows_the_expected_loss_or_the_plain_
     """rho = 0: the applied gradient is the one at the sample, as in variational inference, or the one at the mean."""
     problem = logistic()
     omega = problem.weights()
-    optimizer = bsam.BSAM(problem.model.parameters(), num_data=40, rho=0.0, perturb_from=perturb_from, max_grad_norm=None)
+    optimizer = bsam.BSAM(
+        problem.model.parameters(), num_data=40, rho=0.0, perturb_from=perturb_from, max_grad_norm=None
+    )
     optimizer.step(problem.loss_fn, problem.x, problem.y)
     theta = omega + flat_noise(problem.model)(0, 0) / math.sqrt(40)
     _, expected = problem.gradient(theta if perturb_from == "sample" else omega, np.arange(len(problem.x)))

@@ -109,7 +109,7 @@ def _sgd_reasons(lr: float, momentum: float, weight_decay: float) -> dict[str, s
         "lr": f"{lr} / (1 - {momentum}): the momentum of SGD is a sum of gradients, that of bSAM an average.",
         "betas": "The first is SGD's momentum. With the second, s forgets its start in about 100 steps.",
         "weight_decay": "That of SGD.",
-        "max_grad_norm": "Clips the gradient at the perturbed weights; None clips nothing, as SGD.",
+        "max_grad_norm": "Clips the norm of the gradient at the perturbed weights; None clips nothing, as SGD.",
     }
 
 
