@@ -18,7 +18,7 @@ from pathlib import Path
 from bsam.experiments.comparison import TABLES, compare
 from bsam.experiments.record import read_json
 from bsam.files import write_text
-from tools import speeds
+from tools import out_of_the_box, speeds
 from tools.markdown import (
     block_markdown,
     comparison_markdown,
@@ -33,6 +33,12 @@ __all__ = ["main", "pages", "render", "rewrite"]
 
 _STUDIES = ("sweep_rho", "ablate_noise", "ablate_samples", "ablate_splits", "ablate_curvature")
 _TUNINGS = ("tuning_cifar10", "tuning_cifar10_60")
+_OUT_OF_THE_BOX = {
+    "out_of_the_box": out_of_the_box.means_markdown,
+    "out_of_the_box/problems": out_of_the_box.problems_markdown,
+    "out_of_the_box_choosing": out_of_the_box.means_markdown,
+    "out_of_the_box_choosing/problems": out_of_the_box.problems_markdown,
+}
 _OF_ALL_TABLES = {"counts": counts_markdown, "margins": margins_markdown}
 _BEGIN = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)
 _END = "<!-- end -->"
@@ -48,7 +54,7 @@ def render(name: str, results: Path) -> str:
 
     Args:
         name: demo, speeds, table1 to table6, one block of a table like table1/cifar10, counts or margins of all
-            tables, sweep_rho, ablate_NAME, or tuning_NAME.
+            tables, sweep_rho, ablate_NAME, tuning_NAME, or out_of_the_box, also with _choosing and /problems.
         results: The folder of the records.
     """
     if name in TABLES:
@@ -65,13 +71,15 @@ def render(name: str, results: Path) -> str:
         return demo_markdown(read_json(results / "demo.json"))
     if name == "speeds":
         return speeds.markdown(results)
+    if name in _OUT_OF_THE_BOX:
+        return _OUT_OF_THE_BOX[name](read_json(results / f"{table}.json"))
     if name in (*_STUDIES, *_TUNINGS):
         path = results / f"{name}.json"
         if not path.exists():
             return f"Not recorded yet: `bsam {name.replace('tuning', 'tune').replace('_', ' ')}`."
         markdown = tuning_markdown if name in _TUNINGS else study_markdown
         return markdown(read_json(path))
-    known = ", ".join(["demo", "speeds", *TABLES, *_OF_ALL_TABLES, *_STUDIES, *_TUNINGS])
+    known = ", ".join(["demo", "speeds", *TABLES, *_OF_ALL_TABLES, *_OUT_OF_THE_BOX, *_STUDIES, *_TUNINGS])
     raise ValueError(f"there is no table {name!r} to fill in: between its marks a page may have {known}.")
 
 

@@ -1,0 +1,54 @@
+"""Tables of `results/out_of_the_box*.json` in Markdown: optimizers before anybody tunes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["means_markdown", "problems_markdown"]
+
+_NAMES = {"BSAM": "bSAM"}
+_KINDS = {
+    "defaults": "defaults",
+    "converted-sgd": "from SGD's",
+    "converted-adamw": "from AdamW's",
+    "random": "best of 8 random",
+}
+
+
+def means_markdown(record: dict[str, Any]) -> str:
+    """Write one row per optimizer and kind of settings: means over the problems."""
+    lines = [
+        "| optimizer | settings | regret in accuracy | regret in NLL | ECE | failed runs | problems |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row, cell in record["means"].items():
+        optimizer, _, kind = row.partition(" ")
+        numbers = [f"{cell['accuracy_regret']:.3f}", f"{cell['nll_regret']:.3f}", _number(cell["ece"])]
+        failures = f"{cell['failures']} of {cell['runs']}"
+        lines.append(
+            f"| {_name(optimizer)} | {_kind(kind)} | {' | '.join(numbers)} | {failures} | {cell['problems']} |"
+        )
+    return "\n".join(lines)
+
+
+def problems_markdown(record: dict[str, Any]) -> str:
+    """Write accuracy (of a regression R^2) and NLL of each problem, with every optimizer's defaults."""
+    shown = [row for row in record["means"] if row.endswith(" defaults")]
+    titles = [_name(row.removesuffix(" defaults")) for row in shown]
+    lines = [f"| problem | {' | '.join(titles)} |", f"|---{'|---' * len(titles)}|"]
+    for problem, rows in record["summary"].items():
+        cells = [f"{rows[row]['accuracy']:.3f} / {rows[row]['nll']:.3f}" if row in rows else "-" for row in shown]
+        lines.append(f"| `{problem}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _name(optimizer: str) -> str:
+    return _NAMES.get(optimizer, optimizer)
+
+
+def _kind(kind: str) -> str:
+    return _KINDS.get(kind, kind.removeprefix("variant:"))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
