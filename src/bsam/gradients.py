@@ -96,7 +96,7 @@ class PerExample:
     def __init__(self, module: nn.Module, vectorise: bool | None = None) -> None:
         self._module = module
         self._executor = Executor(vectorise, "gradients are computed one example at a time", module)
-        self._checked = False
+        self._known_loss: Any = None  # the code of the last loss function that was checked
 
     def moments(
         self, parameters: Sequence[Tensor], loss_fn: LossFunction, batch: tuple[Any, ...], reached: list[bool]
@@ -158,9 +158,10 @@ class PerExample:
     def _vmapped(
         self, parameters: Sequence[Tensor], loss_fn: LossFunction, batch: tuple[Any, ...], reached: list[bool]
     ) -> tuple[list[Tensor], Tensor]:
-        if not self._checked:
+        code = getattr(loss_fn, "__code__", loss_fn)
+        if code is not self._known_loss:
             self._check(parameters, loss_fn, batch, reached)
-            self._checked = True
+            self._known_loss = code
         stacks, losses = self._vmap(parameters, loss_fn, batch)
         unknown = [i for i, known in enumerate(reached) if not known]
         if unknown:

@@ -384,6 +384,8 @@ class ProbingOptimizer(CheckedOptimizer):
         if scaling is not None:
             closure = scaling.loss_function(closure, pending.parameters)
         grads = GradientSnapshot(pending.parameters)
+        for parameter in pending.parameters:
+            parameter.grad = None
         grad_at = self._grad_at(slots, closure, parts[0][0], number)
         theta = self._first_weights(slots, self._first_split(number))
         results = first_pass(grad_at, theta, per_example=self.per_example)
