@@ -225,6 +225,7 @@ class ProbingOptimizer(CheckedOptimizer):
         with deferred(), torch.no_grad():
             return self._step(closure, batch)
 
+    @graph_break
     def discard(self) -> None:
         """Drop the pending probes and their gradients in `.grad`. BatchNorm's running statistics stay."""
         if self._away == _IN_A_STEP:
@@ -235,6 +236,7 @@ class ProbingOptimizer(CheckedOptimizer):
                     parameter.grad = None
             self._pending = None
 
+    @graph_break
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad` of all parameters, and drop the pending probes."""
         if self._away != _IN_A_STEP:  # a closure may call zero_grad() before its backward()
