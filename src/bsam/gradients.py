@@ -96,7 +96,7 @@ class PerExample:
     def __init__(self, module: nn.Module, vectorise: bool | None = None) -> None:
         self._module = module
         self._executor = Executor(vectorise, "gradients are computed one example at a time", module)
-        self._known_loss: Any = None  # the code of the last loss function that was checked
+        self._checked = False
 
     def moments(
         self, parameters: Sequence[Tensor], loss_fn: LossFunction, batch: tuple[Any, ...], reached: list[bool]
@@ -158,10 +158,9 @@ class PerExample:
     def _vmapped(
         self, parameters: Sequence[Tensor], loss_fn: LossFunction, batch: tuple[Any, ...], reached: list[bool]
     ) -> tuple[list[Tensor], Tensor]:
-        code = getattr(loss_fn, "__code__", loss_fn)
-        if code is not self._known_loss:
+        if not self._checked:
             self._check(parameters, loss_fn, batch, reached)
-            self._known_loss = code
+            self._checked = True
         stacks, losses = self._vmap(parameters, loss_fn, batch)
         unknown = [i for i, known in enumerate(reached) if not known]
         if unknown:
@@ -196,7 +195,7 @@ class PerExample:
 
         buffers = BufferSnapshot(all_buffers(self._module))
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), watched_backward(parameters):  # also refuses a loss that is scaled
                 stacks, losses = quiet_vmap(one, randomness="different")(*tensors)
         finally:
             buffers.restore()  # a replaced buffer would hold a tensor of torch.func
