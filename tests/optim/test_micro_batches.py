@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bsam.optim.micro_batches import GradAtJoined, Kept, MicroBatch, first_pass
+from bsam.optim.micro_batches import GradAtJoined, Kept, MicroBatch
 from bsam.optim.probing import GradAt, Slot
 from tests.networks import assert_close
 from tests.optim.contract import assert_same, batch, cross_entropy, snapshot
@@ -140,10 +140,12 @@ def test_gradients_of_joined_micro_batches():
 
     first, second = ([slot.mean + offset for slot in slots] for offset in (0.5, -1.0))
     early = grad_at(x[:2])
-    results = first_pass(early, first, per_example=False)
-    kept = Kept().plus(MicroBatch(loss_fn, (x[:2],), 2.0, early.losses), results, slots)
+    micro_batch = MicroBatch(loss_fn, (x[:2],), 2.0)
+    results = (early(first),)
+    kept = Kept().plus(micro_batch.after(early.losses), results, slots)
     assert kept.weight == 2.0
-    joined = GradAtJoined(slots, kept, [grad_at(x[:2], early.losses)], grad_at(x[2:]), 3.0)
+    assert_close(kept.sums, ([2 * gradient for gradient in results[0]],))
+    joined = GradAtJoined(slots, kept, [grad_at(x[:2], early.losses), grad_at(x[2:])], 3.0)
     whole = grad_at(x)
     gradients, at = joined.with_weights(iter(first))
     assert all(a is slot.parameter for a, slot in zip(at, slots, strict=True))
@@ -151,4 +153,3 @@ def test_gradients_of_joined_micro_batches():
     assert_close(gradients, whole(first))
     assert_close(joined(iter(second)), whole(second))
     assert_close(joined.losses, whole.losses)
-    assert_close(joined.last_loss, grad_at(x[2:])(first) and (x[2:] @ first[0].T + first[1]).square().mean())

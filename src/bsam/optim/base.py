@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -34,8 +33,7 @@ from torch.amp import GradScaler
 from bsam import batch_norm as bn
 from bsam.batches import split_batch
 from bsam.distributed import average_over_ranks, broadcast, rank_of
-from bsam.executor import Executor, callers_level
-from bsam.gradients import PerExample
+from bsam.executor import callers_level
 from bsam.interrupts import deferred
 from bsam.modules import (
     BufferSnapshot,
@@ -48,14 +46,15 @@ from bsam.modules import (
 from bsam.optim import options
 from bsam.optim.arithmetic import all_finite, clip_gradient, write
 from bsam.optim.base_step import BaseStep
-from bsam.optim.checked import CheckedOptimizer, slots_of
+from bsam.optim.checked import slots_of
 from bsam.optim.diagnosis import CHECKED_AT, FEWEST_WEIGHTS, SIZE_RULES, Diagnosis, Finding, growth, ratio
 from bsam.optim.leftover import not_left, note_as_left
-from bsam.optim.micro_batches import GradAtJoined, Kept, MicroBatch, first_pass
+from bsam.optim.micro_batches import Kept, MicroBatch
 from bsam.optim.pending import Pending, Probed
-from bsam.optim.probing import GradAt, Gradients, MeanSnapshot, Prober, Slot, Tally, emptied
+from bsam.optim.probing import MeanSnapshot, Prober, Slot, emptied
 from bsam.optim.scaling import Scaling
-from bsam.optim.together import Parts, obstacle_to_stacking, probe_together
+from bsam.optim.splits import SplittingOptimizer
+from bsam.optim.together import Parts
 from bsam.posterior import PointMass, Posterior
 from bsam.posterior.base import holds_sample
 from bsam.torch_private import graph_break, own_buffers
@@ -65,7 +64,7 @@ __all__ = ["ProbingOptimizer"]
 _IN_A_STEP = "inside a step"
 
 
-class ProbingOptimizer(CheckedOptimizer):
+class ProbingOptimizer(SplittingOptimizer):
     """Base class of optimizers that evaluate gradients at several points before they update the weights.
 
     A method is a subclass. It declares which of its options are `rates`, and defines the initial state of a parameter
@@ -95,14 +94,12 @@ class ProbingOptimizer(CheckedOptimizer):
         self._made = True
 
     def _reset(self) -> None:
+        super()._reset()
         self._away: str | None = None  # why the weights are not at their mean now
         self._pending: Pending | None = None  # the probes since the last step
         self._warned: set[int | str] = set()  # parameters and reasons for which a warning was given
         self._skipped: Tensor | None = None
         self._synchronised = False
-        self._executor = Executor(self.vectorise, "the splits are computed in a loop", self.module)
-        self._known_closure: Any = None  # the code of the last loss function whose use of the weights was checked
-        self._per_example = PerExample(self.module, self.vectorise) if self.per_example and self.module else None
         self._num_steps = 0  # since this object was made
         self._start: dict[Tensor, Tensor] = {}  # the norm of each parameter before the first of them
 
@@ -112,13 +109,6 @@ class ProbingOptimizer(CheckedOptimizer):
     """Options of a group (numbers or tuples of numbers) that may change from step to step, and may differ between runs
     that are trained together. A compiled step reads them from the device. All other options are compiled in."""
 
-    per_example: ClassVar[bool] = False
-    """Whether the probe uses only `grad_at.moments`, the moments of the gradients of single examples."""
-
-    def _theta(self, slot: Slot, split: int) -> Tensor:
-        """Return the weights of a slot in the first pass: its mean, or a sample. `split` counts over all ranks."""
-        return slot.mean
-
     def _noise_precision(self, slot: Slot) -> Tensor | None:
         """Return s if `_theta` adds noise of variance 1 / (N s) to the mean, None if it adds no noise."""
         return None
@@ -127,14 +117,6 @@ class ProbingOptimizer(CheckedOptimizer):
     def effective_num_data(self) -> float:
         """The number of examples N in the variance of the noise."""
         return 1.0
-
-    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
-        """Evaluate gradients of one sub-batch, first at the weights `theta`, and add the results to `tally`.
-
-        The result named `"gradient"` will be applied. A slot may hold many parameters packed together, and the probe
-        may run under `torch.vmap`: write formulas only, without control flow that depends on values.
-        """
-        raise NotImplementedError
 
     def _update(self, slot: Slot, **averages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the new weights and state of a slot, given the averages of the probes' results. Formulas only."""
@@ -360,10 +342,8 @@ class ProbingOptimizer(CheckedOptimizer):
             losses, averages = self._probe_parts(prober, slots, closure, parts, number)
             loss = losses[0]
         else:
-            grad_at = self._joined(slots, kept, self._grad_at(slots, closure, parts[0][0], number), weight, number)
-            tally = Tally()
-            prober._probe(slots, self._first_weights(slots, self._first_split(number)), grad_at, tally)
-            losses, averages, loss = grad_at.losses, tally.means, grad_at.last_loss
+            last = MicroBatch(closure, parts[0][0], weight)
+            losses, averages, loss = self._probe_joined(prober, slots, kept, last, number)
             weight += kept.weight
         MeanSnapshot(slots).restore()
         if scaling is not None:  # the scaler looks for numbers that are not finite
@@ -382,23 +362,20 @@ class ProbingOptimizer(CheckedOptimizer):
                 f"last=False joins micro-batches into one sub-batch, and this optimizer has splits={splits}: make it "
                 "with splits=1, or leave last=False out. Micro-batches are then further splits."
             )
-        scaling, number = pending.scaling, pending.num_probes
+        scaling, grads = pending.scaling, GradientSnapshot(pending.parameters)
         if scaling is not None:
             closure = scaling.loss_function(closure, pending.parameters)
-        grads = GradientSnapshot(pending.parameters)
         for parameter in pending.parameters:
             parameter.grad = None
-        grad_at = self._grad_at(slots, closure, parts[0][0], number)
-        theta = self._first_weights(slots, self._first_split(number))
-        results = first_pass(grad_at, theta, per_example=self.per_example)
-        kept = (pending.kept or Kept()).plus(MicroBatch(closure, parts[0][0], weight, grad_at.losses), results, slots)
+        micro_batch = MicroBatch(closure, parts[0][0], weight)
+        kept = self._first_pass(slots, micro_batch, pending.kept or Kept(), pending.num_probes)
         MeanSnapshot(slots).restore()
         grads.restore()
-        (loss,) = grad_at.losses
+        (loss,) = kept.micro_batches[-1].losses
         if scaling is not None:
             (loss,) = scaling.unscaled([loss])
         elif self.process_group is None and self._option("nonfinite") == "raise":
-            self._raise_unless_finite(slots, [loss], {str(i): each for i, each in enumerate(results)})
+            self._raise_unless_finite(slots, [loss], {str(i): each for i, each in enumerate(kept.sums)})
         return dataclasses.replace(pending, kept=kept), loss
 
     def _settled(self) -> Pending | None:
@@ -495,81 +472,6 @@ class ProbingOptimizer(CheckedOptimizer):
         if policy == "none" or group is None:
             return None
         return float(rank_of(group) == 0) if policy == "first_split" else 1 / dist.get_world_size(group)
-
-    def _first_split(self, num_probes: int) -> int:
-        """Return the number of a probe's first part, counted over all probes of the step and all ranks."""
-        group = self.process_group
-        rank, world = (0, 1) if group is None else (rank_of(group), dist.get_world_size(group))
-        return int((num_probes * world + rank) * self._option("splits"))
-
-    def _probe_parts(
-        self, prober: Prober, slots: list[Slot], closure: LossFunction, parts: Parts, num_probes: int
-    ) -> Probed:
-        """Average losses and results over the parts, probed together or in turn; `num_probes` were before."""
-        first, on_this_rank = self._first_split(num_probes), num_probes * self._option("splits")
-
-        def in_turn() -> Probed:
-            return self._probe_in_turn(prober, slots, closure, parts, first, on_this_rank)
-
-        ragged = len({size for _, size in parts}) > 1  # a ragged last batch is normal: no warning
-        if len(parts) == 1 or ragged or not slots or self.per_example:
-            return in_turn()
-        if self.module is None:
-            if self.vectorise:
-                raise ValueError("vectorise=True needs the model: make the optimizer with module=model.")
-            return in_turn()
-        module = self.module
-        code = getattr(closure, "__code__", closure)
-
-        def together() -> Probed:
-            check, self._known_closure = code is not self._known_closure, None
-            found = probe_together(prober, module, slots, closure, parts, first, on_this_rank, check=check)
-            self._known_closure = code
-            return found
-
-        self._executor.vectorise = self.vectorise
-        return self._executor.run(
-            together,
-            in_turn,
-            pays=Executor.launch_bound(slots[0].parameter.device),
-            obstacle=obstacle_to_stacking(module, self._option("batch_norm"), parts),
-        )
-
-    def _probe_in_turn(
-        self, prober: Prober, slots: list[Slot], closure: LossFunction, parts: Parts, first: int, on_this_rank: int
-    ) -> Probed:
-        """Average losses and results over the parts, probed one after the other."""
-        total = sum(size for _, size in parts)
-        tally, losses = Tally(), Tally()
-        for k, (part, size) in enumerate(parts):
-            tally.weight = losses.weight = size / total
-            grad_at = self._grad_at(slots, closure, part, on_this_rank + k)
-            prober._probe(slots, self._first_weights(slots, first + k), grad_at, tally)
-            losses.add("loss", grad_at.losses)
-        return losses.means["loss"], tally.means
-
-    def _joined(self, slots: list[Slot], kept: Kept, last: GradAt, weight: float, number: int) -> GradAtJoined:
-        """Return the gradients of the kept micro-batches and the last one, of this weight, as one sub-batch."""
-        earlier = []
-        for micro_batch in kept.micro_batches:
-            earlier.append(self._grad_at(slots, micro_batch.loss_fn, micro_batch.part, number))
-            earlier[-1].losses += micro_batch.losses  # of its first pass, which is done
-        return GradAtJoined(slots, kept, earlier, last, weight)
-
-    def _first_weights(self, slots: list[Slot], split: int) -> Iterator[Tensor]:
-        """Yield the weights of the first pass of a sub-batch."""
-        return (self._theta(slot, split) for slot in slots)
-
-    def _grad_at(self, slots: list[Slot], closure: LossFunction, part: tuple[Any, ...], split: int) -> GradAt:
-        """Return the gradients of one sub-batch; `split` is its number among those of this rank in the step."""
-        frozen = functools.partial(self._frozen_running_statistics, split)
-        return GradAt(slots, closure, part, frozen, self._per_example)
-
-    def _frozen_running_statistics(self, split: int, pass_index: int) -> list[tuple[nn.Module, str]]:
-        """Return owner and name of the running statistics that a pass must not move."""
-        if self.module is None or bn.moves_statistics(self._option("batch_norm"), split, pass_index):
-            return []
-        return running_statistics(self.module)
 
     def _move(self, slots: list[Slot], averages: dict[str, list[Tensor]], accept: Tensor | None) -> None:
         """Update weights and state, unless the 0-dim boolean `accept` is given and false."""

@@ -7,16 +7,16 @@ its own first pass, and then runs all further passes over all micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bsam.modules import LossFunction
-from bsam.optim.probing import GradAt, Gradients, Slot, Tally
+from bsam.optim.probing import GradAt, Slot, Tally
 
-__all__ = ["GradAtJoined", "Kept", "MicroBatch", "first_pass"]
+__all__ = ["GradAtJoined", "Kept", "MicroBatch"]
 
 Results = tuple[list[Tensor], ...]
 """What a pass returns: gradients, or mean and mean square of the examples' gradients."""
@@ -24,13 +24,16 @@ Results = tuple[list[Tensor], ...]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch after its first pass."""
+    """A micro-batch, and the losses of the passes that were run."""
 
     loss_fn: LossFunction
     part: tuple[Any, ...]
     weight: float
-    losses: list[Tensor]
-    """The loss of its first pass."""
+    losses: tuple[Tensor, ...] = ()
+
+    def after(self, losses: Iterable[Tensor]) -> MicroBatch:
+        """Return the micro-batch after passes with these losses."""
+        return replace(self, losses=tuple(losses))
 
 
 @dataclass(frozen=True)
@@ -58,24 +61,18 @@ class Kept:
         return Kept((*self.micro_batches, micro_batch), sums, seen)
 
 
-def first_pass(grad_at: Gradients, theta: Iterable[Tensor], *, per_example: bool) -> Results:
-    """Run the first pass of a sub-batch, as every method's probe does: at `theta`."""
-    return grad_at.moments(theta) if per_example else (grad_at(theta),)
-
-
 class GradAtJoined:
     """`GradAt` for a sub-batch in micro-batches: gradients at the same weights, averaged.
 
     Args:
         slots: The optimizer's parameters.
         kept: All micro-batches but the last. Their first pass is done, at the weights of the first call.
-        earlier: One `GradAt` for each of them.
-        last: A `GradAt` of the last micro-batch.
+        all_grad_at: One `GradAt` for each micro-batch, also for the last.
         weight: The weight of the last micro-batch.
     """
 
-    def __init__(self, slots: list[Slot], kept: Kept, earlier: list[GradAt], last: GradAt, weight: float) -> None:
-        self._slots, self._kept, self._all = slots, kept, [*earlier, last]
+    def __init__(self, slots: list[Slot], kept: Kept, all_grad_at: list[GradAt], weight: float) -> None:
+        self._slots, self._kept, self._all = slots, kept, all_grad_at
         total = kept.weight + weight
         self._shares = [each.weight / total for each in kept.micro_batches] + [weight / total]
         self._total = total
@@ -90,11 +87,6 @@ class GradAtJoined:
             sum((share * loss for share, loss in zip(self._shares, losses, strict=True)), torch.zeros(()))
             for losses in of_passes
         ]
-
-    @property
-    def last_loss(self) -> Tensor:
-        """The loss of the last micro-batch in its first pass."""
-        return self._all[-1].losses[0]
 
     def __call__(self, weights: Iterable[Tensor]) -> list[Tensor]:
         """The gradients, one per slot."""
