@@ -102,6 +102,7 @@ class Program:
         """Do `length` random things; raise `Broken` at the first that is not as promised."""
         things = [self.good] * 4 + [self.fails, self.not_finite, self.accumulated, self.scaled, self.misspelt]
         things += [self.freeze, self.rate, self.resumed, self.copied, self.bad_state, self.zeroed]
+        things += [self.halves, self.halves, self.discarded]
         if METHODS[self.name].gaussian:
             things.append(self.sampled)
         for _ in range(length):
@@ -144,6 +145,20 @@ class Program:
         check(all(p.isfinite().all() for p in self.side.model.parameters()), "weights are finite")
         self.counts["steps"] += 1
 
+    def halves(self) -> None:
+        """Probes and a step; between the probes of one side there are some that fail, and a step that is refused."""
+        batches = [self.batch() for _ in range(self.rng.randrange(1, 4))]
+        joins = self.options["whole"]["splits"] == 1 and self.rng.random() < 0.3
+        for side in (self.side, self.twin):
+            for k, batch in enumerate(batches):
+                last = not joins or k + 1 == len(batches)
+                side.optimizer.probe(side.loss, *batch, last=last)
+                if side is self.side and self.trained():
+                    self.fails_between(batch)
+            side.optimizer.step()
+        check(all(p.isfinite().all() for p in self.side.model.parameters()), "weights are finite")
+        self.counts["steps"] += 1
+
     def freeze(self) -> None:
         index = self.rng.randrange(6)
         for side in (self.side, self.twin):
@@ -161,6 +176,38 @@ class Program:
 
     # ------------------------------------------------------------------ things that leave no trace
 
+    def trained(self) -> bool:
+        return any(p.requires_grad for g in self.side.optimizer.param_groups for p in g["params"])
+
+    def fails_between(self, batch: tuple[torch.Tensor, ...]) -> None:
+        """A probe that fails, and a state that is refused, while probes are pending."""
+        grads = [p.grad for p in self.side.model.parameters()]
+        values = [None if g is None else g.clone() for g in grads]
+        model = {key: value.clone() for key, value in self.side.model.state_dict().items()}
+
+        def failing(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            self.side.loss(x, y)
+            raise Stopped
+
+        for error, act in ((Stopped, lambda: self.side.optimizer.probe(failing, *batch)),
+                           (RuntimeError, self.side.optimizer.state_dict)):  # fmt: skip
+            try:
+                act()
+            except error:
+                pass
+            else:
+                check(False, f"no {error.__name__} between probes")
+        now = [p.grad for p in self.side.model.parameters()]
+        check(all(a is b for a, b in zip(grads, now, strict=True)), "the pending gradients are there")
+        check(same(values, now), "the pending gradients have not changed")
+        check(same(model, self.side.model.state_dict()), "a failing probe leaves the model")
+
+    def discarded(self) -> None:
+        if self.options["batch_norm"]:
+            return  # running statistics stay moved
+        self.side.optimizer.probe(self.side.loss, *self.batch())
+        self.rng.choice([self.side.optimizer.discard, self.side.optimizer.zero_grad])()
+
     def fails(self) -> None:
         error, call, count = self.rng.choice([ValueError, RuntimeError, KeyboardInterrupt, Stopped]), 0, 0
         call = self.rng.randrange(1, 7)
@@ -173,7 +220,7 @@ class Program:
             return self.side.loss(x, y)
 
         batch, before = self.batch(), self.side.everything()
-        if not any(p.requires_grad for g in self.side.optimizer.param_groups for p in g["params"]):
+        if not self.trained():
             return
         try:
             self.side.step(batch, failing)
@@ -201,7 +248,7 @@ class Program:
         for module, training in modes:
             module.training = training
         self.side.model.foreign.grad.fill_(1.0)
-        if any(p.requires_grad for g in self.side.optimizer.param_groups for p in g["params"]):
+        if self.trained():
             self.refuses(RuntimeError, lambda: self.side.step(batch), "accumulated gradients are refused")
         self.side.optimizer.zero_grad()
 

@@ -7,6 +7,7 @@ must be what it was before the act, or what the undisturbed act leaves. And the 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import dataclasses
 import random
@@ -59,6 +60,40 @@ def _stepped(name: str, **options: Any) -> Callable[[int], Subject]:
         for _ in range(steps):
             act()
         return Subject(model, act, optimizer.state_dict)
+
+    return subject
+
+
+def _probing(name: str) -> Callable[[int], Subject]:
+    """A further probe, on top of one that is pending."""
+
+    def subject(steps: int) -> Subject:
+        model = network(name)
+        optimizer = make(name, model.parameters(), module=model, splits=2)
+        optimizer.probe(cross_entropy(model), *batch(seed=1))
+        act = lambda: optimizer.probe(cross_entropy(model), *batch())  # noqa: E731
+        for _ in range(steps):
+            act()
+        return Subject(model, act, lambda: optimizer._pending.num_probes)
+
+    return subject
+
+
+def _applying(name: str) -> Callable[[int], Subject]:
+    """A step that applies pending probes."""
+
+    def subject(steps: int) -> Subject:
+        model = network(name)
+        optimizer = make(name, model.parameters(), module=model)
+        for seed in range(1 + steps):
+            optimizer.probe(cross_entropy(model), *batch(seed=seed))
+
+        def act() -> None:
+            if optimizer._pending is not None:
+                optimizer.step()
+
+        state = lambda: {p: dict(s) for p, s in copy.deepcopy(dict(optimizer.state)).items()}  # noqa: E731
+        return Subject(model, act, lambda: (optimizer._pending is None, [*state().values()]))
 
     return subject
 
@@ -157,6 +192,8 @@ STEPS: dict[str, Callable[[int], Subject]] = {
     **{f"{name}, nonfinite='skip'": _stepped(name, nonfinite="skip") for name in METHODS},
     "BSAM, vectorised": _stepped("BSAM", splits=2, vectorise=True),
     "VOGN, in a loop": _stepped("VOGN", vectorise=False),
+    **{f"{name}, probe": _probing(name) for name in METHODS},
+    **{f"{name}, step() after a probe": _applying(name) for name in METHODS},
     **{f"TrainStep, {name}": _compiled(name) for name in METHODS},
 }
 OTHERS: dict[str, Callable[[int], Subject]] = {

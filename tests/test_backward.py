@@ -39,6 +39,22 @@ def test_torchs_function_comes_back_after_the_last_block():
     assert torch.autograd.backward is function
 
 
+def test_a_loss_that_is_scaled_in_a_block_is_refused():
+    scaler, disabled = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+    function = torch.amp.GradScaler.scale
+    with watched_backward([]):
+        with pytest.raises(ValueError, match=r"the closure called scaler.scale\(\).*scaler=scaler"):
+            scaler.scale(torch.ones(()))
+        assert disabled.scale(torch.ones(())) == 1
+        found = []
+        thread = threading.Thread(target=lambda: found.append(scaler.scale(torch.ones(()))))  # is in no block
+        thread.start()
+        thread.join()
+    assert found == [scaler.get_scale()]
+    assert torch.amp.GradScaler.scale is function
+    assert scaler.scale(torch.ones(())) == scaler.get_scale()
+
+
 @pytest.mark.parametrize(
     ("differentiated", "returned", "fits"),
     [

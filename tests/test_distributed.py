@@ -195,3 +195,159 @@ def test_a_group_and_a_wrapped_module_are_refused(lonely_group):
     ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="not both"):
         bsam.BSAM(ddp.parameters(), num_data=5, module=ddp, process_group=lonely_group)
+
+
+# ---------------------------------------------------------------- a step in two halves
+
+
+def in_micro_batches(model, optimizer, rank, wait=lambda: None):
+    """Two micro-batches per rank: the blocks of a batch of four, in the order of their noise."""
+    losses = []
+    for step in range(STEPS):
+        x, y = data(step)
+        for k in range(2):
+            block = slice(6 * (2 * k + rank), 6 * (2 * k + rank) + 6)
+            late = torch.arange(24)[block] >= 12
+            if step == 1:
+                wait()
+            optimizer.probe(
+                lambda x, y, late: nn.functional.cross_entropy(model(x, bool(late.all())), y), x[block], y[block], late
+            )
+        losses.append(optimizer.step())
+    return losses
+
+
+def run_rank_in_halves(rank, kind, folder):
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    torch.manual_seed(rank)
+    model = network(kind)
+    optimizer = make(kind, model, process_group=dist.group.WORLD)
+
+    def wait():  # rank 1 probes when rank 0 is done with its probes: if probes communicated, both would wait for ever
+        if rank == 1:
+            store.wait(["rank 0 has probed"], timedelta(seconds=60))
+
+    class Watched:
+        """The optimizer, which tells when rank 0 takes its second step."""
+
+        steps = 0
+
+        def probe(self, *arguments):
+            return optimizer.probe(*arguments)
+
+        def step(self):
+            if rank == 0 and self.steps == 1:
+                store.set("rank 0 has probed", "yes")
+            self.steps += 1
+            return optimizer.step()
+
+    losses = in_micro_batches(model, Watched(), rank, wait)
+    torch.save(result(model, optimizer, losses), f"{folder}/{rank}.pt")
+    leave()
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_micro_batches_of_two_ranks_are_splits_of_one_and_probes_do_not_communicate(kind, tmp_path):
+    start_ranks(run_rank_in_halves, (kind, str(tmp_path)))
+    torch.manual_seed(0)
+    model = network(kind)
+    optimizer = make(kind, model, splits=4)
+    expected = result(model, optimizer, train(kind, model, optimizer))
+    for rank in range(2):
+        got = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+def run_rank_that_changes_gradients(rank, folder):
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    optimizer = bsam.BSAM(
+        model.parameters(), num_data=24, module=model, process_group=dist.group.WORLD, max_grad_norm=0.01
+    )
+    x, y = (t[rank::2] for t in data(0))
+
+    def loss_fn(x, y):
+        return nn.functional.cross_entropy(model(x), y)
+
+    messages = []
+
+    def note(act):
+        try:
+            act()
+        except (RuntimeError, ValueError, FloatingPointError) as error:
+            messages.append(str(error))
+
+    optimizer.probe(loss_fn, x, y)
+    own = model.weight.grad.clone()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    note(optimizer.step)
+    optimizer.zero_grad()
+    optimizer.probe(loss_fn, x, y)
+    model.bias.grad = None
+    note(optimizer.step)
+    optimizer.discard()
+    note(lambda: optimizer.probe(loss_fn, x, y, scaler=torch.amp.GradScaler("cpu")))
+    optimizer.probe(lambda x, y: loss_fn(x, y) * (torch.nan if rank else 1.0), x, y)  # seen by all ranks in step()
+    note(optimizer.step)
+    pending = model.weight.grad.clone()
+    optimizer.discard()
+    optimizer.probe(loss_fn, x, y)
+    again = model.weight.grad.clone()
+    optimizer.step()
+    torch.save(
+        {"messages": messages, "own": own, "again": again, "pending": pending, "grad": model.weight.grad},
+        f"{folder}/{rank}.pt",
+    )
+    leave()
+
+
+def test_a_gradient_of_one_rank_must_not_be_changed(tmp_path):
+    start_ranks(run_rank_that_changes_gradients, (str(tmp_path),))
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    for rank, got in enumerate((first, second)):
+        clipped, cleared, scaled, not_finite = got["messages"]
+        assert "weight was changed between probe() and step()" in clipped
+        assert "max_grad_norm=" in clipped
+        assert "bias was changed" in cleared
+        assert "scaler= does not go with process_group=" in scaled
+        assert "is not finite" in not_finite
+        assert bool(got["pending"].isfinite().all()) == (rank == 0)  # the failed step left this rank's gradient
+        assert torch.equal(got["own"], got["again"])
+    assert not torch.equal(first["own"], second["own"])
+    assert torch.equal(first["grad"], second["grad"])
+
+
+def run_ddp_rank_in_halves(rank, folder):
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)  # gradients share one buffer
+    optimizer = bsam.BSAM(ddp.parameters(), num_data=24, lr=0.2, module=ddp)
+    for step in range(STEPS):
+        for half in (slice(0, 12), slice(12, 24)):
+            x, y = (t[half][rank::2] for t in data(step))
+            optimizer.probe(lambda x, y: nn.functional.cross_entropy(ddp(x), y), x, y)
+        optimizer.step()
+    with ddp.no_sync(), pytest.raises(RuntimeError, match=r"a probe inside no_sync\(\) would not average"):
+        optimizer.probe(lambda x, y: nn.functional.cross_entropy(ddp(x), y), x, y)
+    torch.save(model.state_dict(), f"{folder}/{rank}.pt")
+    leave()
+
+
+def test_micro_batches_of_a_ddp_wrapped_model(tmp_path):
+    start_ranks(run_ddp_rank_in_halves, (str(tmp_path),))
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    optimizer = bsam.BSAM(model.parameters(), num_data=24, lr=0.2, splits=2)
+    for step in range(STEPS):
+        optimizer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), *data(step))
+    for rank in range(2):
+        got = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        torch.testing.assert_close(got, model.state_dict(), rtol=1e-10, atol=1e-12)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from bsam.executor import Executor, quiet_vmap
+from bsam.executor import Executor, callers_level, quiet_vmap
 
 
 class Ways:
@@ -139,3 +139,7 @@ def test_quiet_vmap_is_vmap_without_hints_on_speed():
     x = torch.arange(6.0).view(2, 3)
     assert torch.equal(quiet_vmap(warn)(x), x.sum(1))
     assert torch.equal(quiet_vmap(lambda a, b: a * b, in_dims=(0, None))(x, torch.ones(3)), x)
+
+
+def test_the_level_of_a_warning_is_that_of_code_outside_of_the_package():
+    assert callers_level() == 1

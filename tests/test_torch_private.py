@@ -14,10 +14,14 @@ from bsam.torch_private import (
     foreach_add_,
     foreach_copy_,
     foreach_mul_,
+    graph_break,
     has_step_hooks,
+    is_view,
     mark_as_stepped,
     own_buffers,
     pytree,
+    scaler_round,
+    scaler_stage,
     trace_graph,
     transient_buffers,
     version_of,
@@ -115,3 +119,44 @@ def test_a_graph_is_compiled():
     x = torch.tensor([1.0, 2.0])
     compiled = compile_graph(trace_graph(lambda x: [x.sin() + 1], [x], {}), [x], {})
     torch.testing.assert_close(compiled(3 * x)[0], (3 * x).sin() + 1)
+
+
+def test_tensors_that_share_their_memory():
+    whole = torch.ones(4)
+    assert is_view(whole[:2])
+    assert is_view(whole.view(2, 2))
+    assert not is_view(whole)
+    assert not is_view(whole[:2].clone())
+
+
+def test_the_compiler_does_not_look_into_a_graph_break():
+    seen = []
+
+    @graph_break
+    def look(x):
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    torch.compiler.reset()
+    assert torch.compile(lambda x: 2 * look(x), backend="eager")(torch.ones(())) == 4
+    assert look(torch.ones(())) == 2
+    assert seen == [False, False]
+
+
+def test_what_a_scaler_has_done_with_the_gradients():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), torch.amp.GradScaler("cpu")
+    rounds = []
+    for _ in range(2):
+        rounds.append(scaler_round(scaler))
+        assert scaler_stage(scaler, optimizer) == "READY"
+        scaler.scale(parameter.sum()).backward()
+        assert scaler_stage(scaler, optimizer) == "READY"
+        scaler.unscale_(optimizer)
+        assert scaler_stage(scaler, optimizer) == "UNSCALED"
+        scaler.step(optimizer)
+        assert scaler_stage(scaler, optimizer) == "STEPPED"
+        assert scaler_round(scaler) is rounds[-1]
+        scaler.update()
+        optimizer.zero_grad()
+    assert rounds[0] is not rounds[1]

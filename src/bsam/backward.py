@@ -3,7 +3,8 @@
 A closure may call `backward()` itself, perhaps on another tensor than the loss that it returns, and `backward()`
 reaches every leaf of the graph, also parameters of another optimizer, in each pass of a step. While a closure runs,
 `torch.autograd.backward`, which `Tensor.backward` calls, is replaced by a function that records its tensors and then
-calls torch's function.
+calls torch's function. In the same way `GradScaler.scale` is replaced by a function that refuses: gradients of a loss
+that a closure has scaled itself would be taken for true ones.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from bsam.interrupts import deferred, interruptible
 
@@ -111,6 +113,7 @@ _blocks = 0
 """Number of open blocks, in all threads."""
 _exchanged: functools.partial[None] | None = None
 """The function in place of torch's while a block is open."""
+_scale = GradScaler.scale
 
 
 def _start() -> None:
@@ -120,12 +123,15 @@ def _start() -> None:
         if _blocks == 1:
             _exchanged = functools.partial(_watched, torch.autograd.backward)
             torch.autograd.backward = _exchanged
+            GradScaler.scale = _refused_scale  # type: ignore[assignment,method-assign]
 
 
 def _stop() -> None:
     global _blocks
     with _lock:
         _blocks -= 1
+        if _blocks == 0:
+            GradScaler.scale = _scale  # type: ignore[method-assign]
         if _blocks == 0 and _exchanged is not None and torch.autograd.backward is _exchanged:
             torch.autograd.backward = _exchanged.args[0]
 
@@ -144,6 +150,16 @@ def _watched(backward: Callable[..., None], tensors: Any, grad_tensors: Any = No
                 backward(tensors, grad_tensors, *rest, **options)
         finally:
             watch.depth -= 1
+
+
+def _refused_scale(scaler: GradScaler, outputs: Any) -> Any:
+    """Raise if a closure scales its loss, in this thread."""
+    if getattr(_innermost, "watch", None) is None or not scaler.is_enabled():
+        return _scale(scaler, outputs)
+    raise ValueError(
+        "the closure called scaler.scale(): the optimizer evaluates several gradients, and would take scaled ones for "
+        "true ones. Return the loss without a scale, and write optimizer.probe(loss_fn, x, y, scaler=scaler)."
+    )
 
 
 def _listed(tensors: Any) -> list[Any]:

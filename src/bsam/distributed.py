@@ -24,7 +24,7 @@ def rank_of(group: dist.ProcessGroup) -> int:
 
 def average_over_ranks(
     group: dist.ProcessGroup,
-    size: int,
+    weight: float,
     means: list[Tensor],
     losses: list[Tensor],
     seen: list[bool],
@@ -34,7 +34,7 @@ def average_over_ranks(
 
     Args:
         group: The ranks.
-        size: Number of examples on this rank.
+        weight: The weight of this rank: its number of examples.
         means: Means over this rank's examples.
         losses: Mean losses over this rank's examples.
         seen: For each parameter, whether a gradient reached it on this rank.
@@ -44,9 +44,9 @@ def average_over_ranks(
         For each parameter, whether a gradient reached it on any rank.
     """
     device = means[0].device if means else losses[0].device
-    sums = [mean.mul_(size) for mean in means]
-    total_losses = [loss.to(device) * size for loss in losses]
-    count = torch.tensor([float(size)], device=device)
+    sums = [mean.mul_(weight) for mean in means]
+    total_losses = [loss.to(device) * weight for loss in losses]
+    count = torch.tensor([weight], device=device, dtype=sums[0].dtype if sums else None)
     reached = torch.tensor([float(found) for found in seen], device=device)
     all_reduce_sum([*sums, *total_losses, count, reached, *buffers], group)
     for loss, total in zip(losses, total_losses, strict=True):

@@ -25,7 +25,7 @@ from torch import nn
 
 from bsam.modules import BufferSnapshot, all_buffers
 
-__all__ = ["Executor", "quiet_vmap"]
+__all__ = ["Executor", "callers_level", "quiet_vmap"]
 
 Result = TypeVar("Result")
 _OURS = ("bsam", "torch", "contextlib")
@@ -104,11 +104,11 @@ class Executor:
 
     def _warn(self, reason: str) -> None:
         if not self._warned:
-            warnings.warn(f"{self._in_a_loop}, because {reason}.", stacklevel=_callers_level())
+            warnings.warn(f"{self._in_a_loop}, because {reason}.", stacklevel=callers_level())
             self._warned = True
 
 
-def _callers_level() -> int:
+def callers_level() -> int:
     """Return the `stacklevel` at which a warning names the line of the user's code."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:

@@ -195,7 +195,7 @@ class PerExample:
 
         buffers = BufferSnapshot(all_buffers(self._module))
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), watched_backward(parameters):  # also refuses a loss that is scaled
                 stacks, losses = quiet_vmap(one, randomness="different")(*tensors)
         finally:
             buffers.restore()  # a replaced buffer would hold a tensor of torch.func

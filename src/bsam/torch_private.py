@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo as graph_break  # torch.compile does not look into the function
+from torch.amp import GradScaler
 from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm  # BatchNorm1d, 2d, 3d, SyncBatchNorm, lazy ones
 from torch.nn.modules.batchnorm import _NormBase as NormBase  # all of these, and InstanceNorm
@@ -24,10 +26,14 @@ __all__ = [
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
+    "graph_break",
     "has_step_hooks",
+    "is_view",
     "mark_as_stepped",
     "own_buffers",
     "pytree",
+    "scaler_round",
+    "scaler_stage",
     "trace_graph",
     "transient_buffers",
     "version_of",
@@ -51,6 +57,22 @@ def transient_buffers(module: nn.Module) -> set[str]:
 def version_of(tensor: Tensor) -> int:
     """Return the number of in-place writes to the tensor, which autograd checks for saved tensors."""
     return tensor._version
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether the tensor shares its memory with another one, as gradients of DistributedDataParallel may do."""
+    return tensor._is_view()
+
+
+def scaler_round(scaler: GradScaler) -> object:
+    """Return an object that the scaler replaces in each `update()`."""
+    return scaler._per_optimizer_states
+
+
+def scaler_stage(scaler: GradScaler, optimizer: Optimizer) -> str:
+    """Return what the scaler has done with the optimizer's gradients: "READY" (nothing), "UNSCALED" or "STEPPED"."""
+    state = scaler._per_optimizer_states.get(id(optimizer))
+    return "READY" if state is None else str(state["stage"].name)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

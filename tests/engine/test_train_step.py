@@ -437,6 +437,23 @@ def test_process_groups_are_refused():
         make()
 
 
+@pytest.mark.parametrize("name", PROBING)
+def test_pending_probes_are_refused(name):
+    run = Run(name)
+    batch = make_batch("mlp", 16)
+    step = run.engine(batch)
+    step(*batch)
+    run.optimizer.zero_grad()
+    run.optimizer.probe(run.loss_fn, *batch)
+    weights = [p.detach().clone() for p in run.model.parameters()]
+    for act in (lambda: step(*batch), lambda: run.engine(batch)):
+        with pytest.raises(RuntimeError, match=r"cannot .* while probes are pending: .*step\(\), or .*discard\(\)"):
+            act()
+    assert all(torch.equal(p, q) for p, q in zip(run.model.parameters(), weights, strict=True))
+    run.optimizer.step()
+    step(*batch)
+
+
 class TwoHeads(nn.Module):
     def __init__(self):
         super().__init__()

@@ -86,3 +86,25 @@ def test_rates_are_read_from_a_tensor_inside_the_block_only():
     assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.1]
     assert not any(group["capturable"] for group in optimizer.param_groups)
     assert step.signature(torch.device("cpu")) is None  # captured on CUDA only
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+def test_a_state_that_is_made_before_the_first_step_changes_no_step(kind):
+    options = {"momentum": 0.9} if kind in (torch.optim.SGD, torch.optim.RMSprop) else {}
+    results = []
+    for makes in (True, False):
+        parameter = nn.Parameter(torch.ones(3))
+        optimizer = kind([parameter], lr=0.1, weight_decay=0.1, **options)
+        if makes:
+            parameter.grad, optimizer.param_groups[0]["lr"] = torch.zeros(3), 0.0
+            BaseStep(optimizer, hooks=False).make_state()
+            optimizer.param_groups[0]["lr"] = 0.1
+            assert optimizer.state
+            assert torch.equal(parameter, torch.ones(3))
+            assert optimizer.param_groups[0]["weight_decay"] == 0.1
+        for value in (1.0, 2.0):
+            parameter.grad = torch.full((3,), value)
+            optimizer.step()
+        results.append(parameter.detach())
+    assert torch.equal(*results)

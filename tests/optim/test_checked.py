@@ -4,9 +4,15 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoint
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
-from tests.optim.contract import assert_same, batch, cross_entropy, network, snapshot, take_step, trained
+from tests.optim.contract import assert_same, batch, cross_entropy, network, snapshot, take_step, trained, weights
 from tests.optimizers import METHODS, make
 from tests.problems import holding
 
@@ -128,3 +134,76 @@ def test_what_schedulers_and_trainers_write_into_a_group_passes(name):
     optimizer.param_groups[0]["something_later"] = 1
     take_step(optimizer, lambda: (a**2).sum())
     optimizer.load_state_dict(optimizer.state_dict())
+
+
+# ---------------------------------------------------------------- torch.distributed.checkpoint
+
+CHECKPOINTS = {
+    "by name": StateDictOptions(),
+    "flat": StateDictOptions(flatten_optimizer_state_dict=True),
+    "full": StateDictOptions(full_state_dict=True, cpu_offload=True),
+}
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_distributed_checkpoints_are_loaded_into_fresh_and_used_optimizers(name, kind, used, tmp_path):
+    model, optimizer = trained(name)
+    saved = {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=CHECKPOINTS[kind]),
+    }
+    other = network(name)
+    resumed = make(name, other.parameters())
+    if used:
+        resumed.step(cross_entropy(other), *batch(seed=9))
+    other.load_state_dict(saved["model"])
+    set_optimizer_state_dict(other, resumed, saved["optimizer"], options=CHECKPOINTS[kind])
+    for m, o in ((model, optimizer), (other, resumed)):
+        o.step(cross_entropy(m), *batch(seed=5))
+    assert_same([weights(other), resumed.state_dict()["state"]], [weights(model), optimizer.state_dict()["state"]])
+    assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_distributed_checkpoint_comes_back_from_its_files(name, tmp_path):
+    model, optimizer = trained(name)
+    checkpoint.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path, no_dist=True)
+    other = network(name)
+    other.load_state_dict(model.state_dict())
+    resumed = make(name, other.parameters())
+    found = {"optimizer": get_optimizer_state_dict(other, resumed)}  # of the fresh optimizer, to be filled
+    checkpoint.load(found, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(other, resumed, found["optimizer"])
+    for m, o in ((model, optimizer), (other, resumed)):
+        o.step(cross_entropy(m), *batch(seed=5))
+    assert_same([weights(other), resumed.state_dict()["state"]], [weights(model), optimizer.state_dict()["state"]])
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}])
+def test_asking_a_fresh_optimizer_for_its_state_is_no_step(name, options):
+    if options and not (METHODS[name].base or METHODS[name].gaussian):
+        pytest.skip("has no weight decay")
+    known = {"prior_precision": None} if options and METHODS[name].gaussian else {}
+    model, twin = network(name), network(name)
+    optimizer, other = (make(name, m.parameters(), module=m, **options, **known) for m in (model, twin))
+    before = weights(model)
+    get_optimizer_state_dict(model, optimizer)
+    assert_same(weights(model), before)
+    assert all(p.grad is None for p in model.parameters())
+    for seed in range(3):
+        optimizer.step(cross_entropy(model), *batch(seed=seed))
+        other.step(cross_entropy(twin), *batch(seed=seed))
+    assert_same(snapshot(model, optimizer), snapshot(twin, other))
+
+
+def test_a_step_without_a_closure_is_refused_unless_a_state_is_asked_for(name):
+    model = network(name)
+    optimizer = make(name, model.parameters())
+    for lr, grad in ((0.0, None), (0.1, 0.0), (0.0, 1.0)):
+        optimizer.param_groups[0]["lr"] = lr
+        for parameter in model.parameters():
+            parameter.grad = None if grad is None else torch.full_like(parameter, grad)
+        with pytest.raises(TypeError, match="needs a closure, or a probe before it"):
+            optimizer.step()
+        assert len(optimizer.state) == 0

@@ -977,6 +977,29 @@ def test_repeated_runs_are_equal(name):
     assert_same(*results)
 
 
+def test_a_compiled_function_may_take_steps(name):
+    """The step is a graph break: torch.compile does not look into it."""
+    model, twin = network(name), network(name)
+    optimizer, other = (make(name, m.parameters(), module=m, splits=2) for m in (model, twin))
+
+    def whole(x, y):
+        return optimizer.step(cross_entropy(model), 2 * x, y) + 1
+
+    def halves(x, y):
+        loss = optimizer.probe(cross_entropy(model), 2 * x, y) + 1
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for function in (whole, halves):
+        torch.compiler.reset()
+        compiled = torch.compile(function, backend="eager")
+        for seed in range(2):
+            x, y = batch(seed=seed)
+            assert_same(compiled(x, y), other.step(cross_entropy(twin), 2 * x, y) + 1)
+            assert_same(weights(model), weights(twin))
+
+
 # ---------------------------------------------------------------- after training
 
 

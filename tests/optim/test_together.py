@@ -344,6 +344,32 @@ def test_what_vmap_cannot_do_is_done_by_the_loop_after_one_warning(name, case):
     assert_same(made[0][0].state_dict(), made[1][0].state_dict())
 
 
+class Recurrent(nn.Module):
+    """An LSTM in float32: torch has no rule to compute it by vmap over its weights."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.lstm, self.head = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+@every_optimizer
+@pytest.mark.usefixtures("_no_device_check")
+def test_an_lstm_goes_through_the_loop(name):
+    made = pair(name, Recurrent)
+    made[0][1].vectorise = None
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(16, 6, 3, generator=generator), torch.randint(4, (16,), generator=generator)
+    with pytest.warns(UserWarning, match="the splits are computed in a loop, because vmap failed"):
+        train(made, [(x, y)])
+    train(made, [(x, y)] * 2)  # one warning only
+    assert_same(made[0][0].state_dict(), made[1][0].state_dict())
+
+
 @every_optimizer
 @pytest.mark.usefixtures("_no_device_check")
 def test_an_error_of_the_users_loss_is_raised_and_vmap_goes_on(name, monkeypatch):

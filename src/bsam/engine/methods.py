@@ -72,13 +72,16 @@ class Plain:
     def _refuse_if_away(self, what: str) -> None:
         pass
 
+    def _refuse_if_pending(self, what: str) -> None:
+        pass
+
     def _note_start(self) -> None:
         pass
 
-    def _count_step(self, stacklevel: int) -> None:
+    def _count_step(self) -> None:
         pass  # torch says nothing of its steps
 
-    def _warn_of_unseen(self, slots: list[Slot], stacklevel: int) -> None:
+    def _warn_of_unseen(self, slots: list[Slot]) -> None:
         pass  # torch skips them without a warning
 
     def _state_of(self, slot: Slot) -> dict[str, Tensor]:

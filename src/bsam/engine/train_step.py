@@ -98,6 +98,8 @@ class TrainStep:
         method = self._methods[0]
         if method.process_group is not None:
             raise ValueError("process_group= goes with optimizer.step: TrainStep trains on one device only.")
+        for each in self._methods:
+            each._refuse_if_pending("make a TrainStep")
         checks.alike(self._methods)
 
         runs = len(self.optimizers)
@@ -124,7 +126,7 @@ class TrainStep:
         used = [[slot for slot, found in zip(own, reached, strict=True) if found] for own in slots]
         names = [key for key, found in zip(keys[0], reached, strict=True) if found]
         unused = [slot for slot, found in zip(slots[0], reached, strict=True) if not found]
-        method._warn_of_unseen(unused, stacklevel=3)
+        method._warn_of_unseen(unused)
         self._packs = make_packs(used, names)
         group_of = [_position(pack.runs[0][0].group, method.param_groups) for pack in self._packs]
         self._places = [
@@ -214,6 +216,7 @@ class TrainStep:
         checks.unchanged(self._fixed, self._methods)
         for method in self._methods:
             method._refuse_if_away("take a step")
+            method._refuse_if_pending("take a compiled step")
             method._note_start()
         if self._watch is not None:
             self._watch.check()
@@ -230,7 +233,7 @@ class TrainStep:
         if self._watch is not None:
             self._watch.look(self._skipped)
         for method in self._methods:
-            method._count_step(stacklevel=4)
+            method._count_step()
         return self._losses.clone() if self._stacked else self._losses[0].clone()
 
     def check(self) -> None:

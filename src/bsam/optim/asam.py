@@ -54,8 +54,8 @@ class ASAM(SAM):
             and `base_kwargs`.
         rho: Radius of the ball, in units of |omega| + eta. Good values are about 10 times SAM's (0.5 to 2).
         eta: Constant that is added to the absolute values of the weights, so that weights at 0 are perturbed too.
-        splits: Number of parts of each minibatch. Each part has its own perturbation (m-sharpness). This is not
-            gradient accumulation: it changes the method.
+        splits: Number of parts of each minibatch. Each part has its own perturbation (m-sharpness): more parts change
+            the method. Micro-batches of several `probe` calls are further parts.
         nonfinite: `"raise"` raises at a loss or gradient that is not finite. `"skip"` skips the step and counts it
             in `skipped_steps` (here this costs one synchronisation with the device per step).
         max_grad_norm: Clips the norm of g_eps, the averaged gradient at the perturbed weights.

@@ -5,31 +5,35 @@ A *probe* works on one sub-batch and asks for gradients at weights of its choice
 the averages into new weights. Sub-batches are probed in a loop, or all together (`bsam.optim.together`). Only this file
 writes perturbed weights into a model, and it always removes them again:
 
-- a step completes, or it leaves weights, gradients, state and the buffers of `module=` bit-identical;
+- a step or probe completes, or it leaves weights, gradients, state and the buffers of `module=` bit-identical;
 - an interrupt (Ctrl-C) is raised in the user's loss function, in communication, or after the step;
 - a loss or gradient that is not finite never reaches weights or state;
 - weights are written in place: addresses, leaf status and `requires_grad` do not change.
 
-After a step `p.grad` holds the gradient that was applied: averaged over splits and ranks, and clipped. Before the next
-step `p.grad` must be this gradient, zero, or None. Parameters of other optimizers keep their `.grad`.
+A step has two halves: `probe(loss_fn, *batch)` evaluates a micro-batch, any number of times, and `step()` moves the
+weights; `step(closure, *batch)` is both. `bsam.optim.pending` holds the averages in between.
+
+After a step `p.grad` holds the gradient that was applied: averaged over probes, splits and ranks, and clipped. Before
+the next probe `p.grad` must be this gradient, zero, or None. Parameters of other optimizers keep their `.grad`.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import dataclasses
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from bsam import batch_norm as bn
 from bsam.batches import split_batch
 from bsam.distributed import average_over_ranks, broadcast, rank_of
-from bsam.executor import Executor
-from bsam.gradients import PerExample
+from bsam.executor import callers_level
 from bsam.interrupts import deferred
 from bsam.modules import (
     BufferSnapshot,
@@ -42,31 +46,31 @@ from bsam.modules import (
 from bsam.optim import options
 from bsam.optim.arithmetic import all_finite, clip_gradient, write
 from bsam.optim.base_step import BaseStep
-from bsam.optim.checked import CheckedOptimizer, slots_of
+from bsam.optim.checked import slots_of
 from bsam.optim.diagnosis import CHECKED_AT, FEWEST_WEIGHTS, SIZE_RULES, Diagnosis, Finding, growth, ratio
 from bsam.optim.leftover import not_left, note_as_left
-from bsam.optim.probing import GradAt, Gradients, MeanSnapshot, Slot, Tally, emptied
-from bsam.optim.together import Parts, obstacle_to_stacking, probe_together
+from bsam.optim.micro_batches import Kept, MicroBatch
+from bsam.optim.pending import Pending, Probed
+from bsam.optim.probing import MeanSnapshot, Prober, Slot, emptied
+from bsam.optim.scaling import Scaling
+from bsam.optim.splits import SplittingOptimizer
+from bsam.optim.together import Parts
 from bsam.posterior import PointMass, Posterior
 from bsam.posterior.base import holds_sample
-from bsam.torch_private import own_buffers
+from bsam.torch_private import graph_break, own_buffers
 
 __all__ = ["ProbingOptimizer"]
 
-Probed = tuple[list[Tensor], dict[str, list[Tensor]]]
-"""The mean loss of each pass, and the averages by name, one tensor per slot."""
+_IN_A_STEP = "inside a step"
 
 
-class ProbingOptimizer(CheckedOptimizer):
+class ProbingOptimizer(SplittingOptimizer):
     """Base class of optimizers that evaluate gradients at several points before they update the weights.
 
     A method is a subclass. It declares which of its options are `rates`, and defines the initial state of a parameter
     (`_fresh_state`), the gradients that it needs (`_probe`), the update (`_update`), and the checks of its options
     (`_check_group`). Loop, vmap, ranks and `bsam.TrainStep` use only these: no code depends on which method it is.
     """
-
-    # GradScaler.step() hands its scale to optimizers with this flag. Only here can we refuse it: see `grad_scale`.
-    _step_supports_amp_scaling = True
 
     whole_options: ClassVar[tuple[str, ...]] = ("splits", "nonfinite", "max_grad_norm", "batch_norm")
 
@@ -90,13 +94,12 @@ class ProbingOptimizer(CheckedOptimizer):
         self._made = True
 
     def _reset(self) -> None:
+        super()._reset()
         self._away: str | None = None  # why the weights are not at their mean now
+        self._pending: Pending | None = None  # the probes since the last step
         self._warned: set[int | str] = set()  # parameters and reasons for which a warning was given
         self._skipped: Tensor | None = None
         self._synchronised = False
-        self._executor = Executor(self.vectorise, "the splits are computed in a loop", self.module)
-        self._known_closure: Any = None  # the code of the last loss function whose use of the weights was checked
-        self._per_example = PerExample(self.module, self.vectorise) if self.per_example and self.module else None
         self._num_steps = 0  # since this object was made
         self._start: dict[Tensor, Tensor] = {}  # the norm of each parameter before the first of them
 
@@ -106,13 +109,6 @@ class ProbingOptimizer(CheckedOptimizer):
     """Options of a group (numbers or tuples of numbers) that may change from step to step, and may differ between runs
     that are trained together. A compiled step reads them from the device. All other options are compiled in."""
 
-    per_example: ClassVar[bool] = False
-    """Whether the probe uses only `grad_at.moments`, the moments of the gradients of single examples."""
-
-    def _theta(self, slot: Slot, split: int) -> Tensor:
-        """Return the weights of a slot in the first pass: its mean, or a sample. `split` counts over all ranks."""
-        return slot.mean
-
     def _noise_precision(self, slot: Slot) -> Tensor | None:
         """Return s if `_theta` adds noise of variance 1 / (N s) to the mean, None if it adds no noise."""
         return None
@@ -121,14 +117,6 @@ class ProbingOptimizer(CheckedOptimizer):
     def effective_num_data(self) -> float:
         """The number of examples N in the variance of the noise."""
         return 1.0
-
-    def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
-        """Evaluate gradients of one sub-batch, first at the weights `theta`, and add the results to `tally`.
-
-        The result named `"gradient"` will be applied. A slot may hold many parameters packed together, and the probe
-        may run under `torch.vmap`: write formulas only, without control flow that depends on values.
-        """
-        raise NotImplementedError
 
     def _update(self, slot: Slot, **averages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the new weights and state of a slot, given the averages of the probes' results. Formulas only."""
@@ -149,10 +137,59 @@ class ProbingOptimizer(CheckedOptimizer):
     def _check_batch(self, batch: tuple[Any, ...]) -> None:
         """Raise if no step is possible with this batch; nothing has changed yet."""
 
-    # ------------------------------------------------------------------ the step
+    # ------------------------------------------------------------------ the step, in two halves
 
+    @graph_break
+    def probe(
+        self,
+        loss_fn: LossFunction,
+        *batch: Any,
+        weight: float | Tensor | None = None,
+        last: bool = True,
+        scaler: GradScaler | None = None,
+    ) -> Tensor:
+        """Evaluate the gradients of a micro-batch, and keep their averages for the next `step()`.
+
+        Any number of micro-batches may be probed before a step. Each is cut into `splits` parts, and every part has its
+        own noise and perturbation: micro-batches are further splits. Until the step, `p.grad` holds the mean of the
+        gradients that the step will apply. It may be clipped or changed: the step applies what is then in `p.grad`.
+
+        A probe that raises leaves what earlier probes left. `discard()` and `zero_grad()` drop all pending probes.
+
+        Args:
+            loss_fn: Returns the mean loss of a part; the closure of `step`.
+            batch: The micro-batch; as in `step`.
+            weight: The weight of the micro-batch in all averages: the number of terms in its mean loss. By default the
+                number of its examples. For language models give the number of tokens, which `num_data` then counts too.
+            last: False joins the micro-batch with the following ones into one sub-batch, with one noise and one
+                perturbation, as if they were a single batch (with `splits=1`). Its first pass runs now. The batch is
+                kept, and all further passes run in the next probe with `last=True`.
+            scaler: Scales the loss of every pass, for float16. `p.grad` is scaled until `scaler.unscale_(optimizer)` or
+                `scaler.step(optimizer)`, which takes the step.
+
+        Returns:
+            The mean loss of the first pass over this micro-batch, on this rank, detached.
+        """
+        with deferred(), torch.no_grad():
+            self._refuse_if_away("probe a batch")
+            slots, parts = self._prepare(batch)
+            with self._whole_or_nothing(slots) as buffers:
+                pending = self._opened(slots, buffers, scaler)
+                look = self._look if last else self._keep
+                pending, loss = look(slots, pending, loss_fn, parts, _weight(weight, parts))
+                if last:
+                    pending = pending.owned()
+                    if pending.scaling is not None:
+                        buffers.restore(unless=pending.scale_gradients())
+                    self._leave_gradients(slots, pending.probed[1]["gradient"])
+            self._pending = pending
+            if last:
+                note_as_left(slot.parameter.grad for slot in slots)
+            return loss
+
+    @graph_break
     def step(self, closure: LossFunction | None = None, *batch: Any) -> Tensor:  # type: ignore[override]
-        """Take one step.
+        """Take one step: with a closure, probe the batch and move; without, move by the pending probes.
 
         With a batch, `closure(*part)` returns the mean loss of one part of the batch; it is called for each of the
         `splits` parts. Without a batch (and splits = 1) `closure()` returns the loss of the whole minibatch. It may
@@ -161,67 +198,232 @@ class ProbingOptimizer(CheckedOptimizer):
         their `.grad`.
 
         Args:
-            closure: A function that returns the loss.
+            closure: A function that returns the loss. Without it, `probe` must have been called before.
             batch: Tensors, or nested lists and dicts of tensors, cut along dimension 0. Other objects go to every part.
 
         Returns:
-            The mean loss of the first pass, detached.
+            The mean loss of the first pass, over all probes and ranks, detached.
         """
         with deferred(), torch.no_grad():
             return self._step(closure, batch)
 
+    @graph_break
+    def discard(self) -> None:
+        """Drop the pending probes and their gradients in `.grad`. BatchNorm's running statistics stay."""
+        if self._away == _IN_A_STEP:
+            raise RuntimeError("cannot discard probes inside a step: call discard() outside of the loss function.")
+        with deferred():
+            if self._pending is not None:
+                for parameter in self._pending.parameters:
+                    parameter.grad = None
+            self._pending = None
+
+    @graph_break
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear `.grad` of all parameters, and drop the pending probes."""
+        if self._away != _IN_A_STEP:  # a closure may call zero_grad() before its backward()
+            self._settled()
+            self.discard()
+        super().zero_grad(set_to_none)
+
     def _step(self, closure: LossFunction | None, batch: tuple[Any, ...]) -> Tensor:
-        if closure is None:
-            raise TypeError(
-                f"{type(self).__name__}.step() needs a closure, because it evaluates the loss at other weights than "
-                "the present ones: optimizer.step(loss_fn, x, y), where loss_fn(x, y) returns the mean loss."
-            )
         self._refuse_if_away("take a step")
-        self._check_batch(batch)
-        splits = self._option("splits")
-        parts = split_batch(batch, splits)
-        slots = self._slots()
-        self._check_gradients(slots)
-        if len(parts) < splits and "few examples" not in self._warned:
-            self._warned.add("few examples")
-            text = f"a batch of {len(parts)} examples cannot be cut into {splits} parts: each example is one part."
-            warnings.warn(text, stacklevel=4)
-        if self.process_group is not None and not self._synchronised:
-            self._synchronise()
+        pending = self._settled()
+        if closure is not None:
+            slots, parts = self._prepare(batch)
+        elif pending is not None:
             slots = self._slots()
+            self._check_pending(pending, slots)
+        elif self._is_asked_for_state():
+            self._make_state()
+            return torch.zeros(())
+        else:
+            raise TypeError(
+                f"{type(self).__name__}.step() needs a closure, or a probe before it, because it evaluates the loss at "
+                "other weights than the present ones: optimizer.step(loss_fn, x, y), or optimizer.probe(loss_fn, x, y) "
+                "and then optimizer.step(), where loss_fn(x, y) returns the mean loss."
+            )
+        with self._whole_or_nothing(slots) as buffers:
+            if closure is not None:
+                pending = self._opened(slots, buffers, None)
+                pending, _ = self._look(slots, pending, closure, parts, _weight(None, parts))
+                losses, averages = pending.probed
+            else:
+                assert pending is not None
+                losses, averages = self._copied_before_writes(pending.as_in_grad(unscaled=True).probed)
+            buffers, weight = pending.buffers, pending.weight
+            del pending  # the update frees the averages one by one
+            if self.process_group is not None:
+                self._average_over_ranks(slots, weight, losses, averages)
+            accept = self._accepted(slots, losses, averages, is_checked=closure is not None)
+            clip_gradient(averages["gradient"], self._option("max_grad_norm"))
+            if accept is not None:
+                buffers.restore(unless=accept)
+            self._leave_gradients(slots, averages["gradient"])
+            seen = [i for i, slot in enumerate(slots) if slot.seen]
+            stepped = [slots[i] for i in seen]
+            averages = {name: [tensors[i] for i in seen] for name, tensors in averages.items()}
+            self._move(stepped, averages, accept)
 
-        self._note_start()
-        known = self.module.parameters() if self.module is not None else (slot.parameter for slot in slots)
-        buffers = BufferSnapshot(all_buffers(self.module) if self.module is not None else ())
-        self._away = "inside a step"
-        try:
-            with restored_on_failure(MeanSnapshot(slots), GradientSnapshot(known), buffers):
-                losses, averages = self._average(slots, closure, parts)
-                finite = all_finite([*losses, *(t for tensors in averages.values() for t in tensors)])
-                accept = None if self._option("nonfinite") == "raise" else finite
-                if accept is None and not finite:
-                    raise FloatingPointError(self._describe_nonfinite(slots, losses, averages))
-                clip_gradient(averages["gradient"], self._option("max_grad_norm"))
-                MeanSnapshot(slots).restore()
-                if accept is not None:
-                    buffers.restore(unless=accept)
-                for slot, gradient in zip(slots, averages["gradient"], strict=True):
-                    slot.parameter.grad = gradient.to(slot.parameter.dtype) if slot.seen else None
-                seen = [i for i, slot in enumerate(slots) if slot.seen]
-                stepped = [slots[i] for i in seen]
-                averages = {name: [tensors[i] for i in seen] for name, tensors in averages.items()}
-                self._move(stepped, averages, accept)
-        finally:
-            torch.clear_autocast_cache()
-            self._away = None
-
+        self._pending = None
         if accept is not None:
-            refused = (~accept).long()
-            self._skipped = refused if self._skipped is None else self._skipped.add_(refused)
+            self._count_skipped((~accept).long())
         note_as_left(slot.parameter.grad for slot in stepped)
         self._warn_of_unseen(slots)
         self._count_step()
         return losses[0]
+
+    def _prepare(self, batch: tuple[Any, ...]) -> tuple[list[Slot], Parts]:
+        """Return slots and parts of a batch, after all checks that need no pass."""
+        self._check_batch(batch)
+        splits = self._option("splits")
+        parts = split_batch(batch, splits)
+        slots = self._slots()
+        pending = self._settled()
+        if pending is None:
+            self._check_gradients(slots)
+        else:
+            pending.check_parameters([slot.parameter for slot in slots])
+        if isinstance(self.module, nn.parallel.DistributedDataParallel) and not self.module.require_backward_grad_sync:
+            raise RuntimeError(
+                "a probe inside no_sync() would not average its gradients over the ranks: leave no_sync() out. Every "
+                "micro-batch has gradients of its own, so DistributedDataParallel must average each of them."
+            )
+        if len(parts) < splits and "few examples" not in self._warned:
+            self._warned.add("few examples")
+            text = f"a batch of {len(parts)} examples cannot be cut into {splits} parts: each example is one part."
+            warnings.warn(text, stacklevel=callers_level())
+        if self.process_group is not None and not self._synchronised:
+            self._synchronise()
+            slots = self._slots()
+        self._note_start()
+        return slots, parts
+
+    @contextlib.contextmanager
+    def _whole_or_nothing(self, slots: list[Slot]) -> Iterator[BufferSnapshot]:
+        """If the block raises, restore weights, gradients and buffers; give it a snapshot of the buffers."""
+        known = self.module.parameters() if self.module is not None else (slot.parameter for slot in slots)
+        buffers = BufferSnapshot(all_buffers(self.module) if self.module is not None else ())
+        self._away = _IN_A_STEP
+        try:
+            with restored_on_failure(MeanSnapshot(slots), GradientSnapshot(known), buffers):
+                yield buffers
+        finally:
+            torch.clear_autocast_cache()
+            self._away = None
+
+    def _opened(self, slots: list[Slot], buffers: BufferSnapshot, scaler: GradScaler | None) -> Pending:
+        """Return the pending probes so far, for a further one with this scaler."""
+        group = self.process_group
+        if scaler is not None and group is not None and dist.get_world_size(group) > 1:
+            raise ValueError(
+                "scaler= does not go with process_group=: a rank cannot see the overflow of another one before step(). "
+                "Use bfloat16 without a scaler, or a DistributedDataParallel model without process_group=."
+            )
+        if self._pending is not None:
+            self._pending.check_scaler(scaler, self)
+            return self._pending
+        parameters = [slot.parameter for slot in slots]
+        return Pending(parameters, buffers, Scaling.of(scaler, parameters))
+
+    def _look(
+        self, slots: list[Slot], pending: Pending, closure: LossFunction, parts: Parts, weight: float
+    ) -> tuple[Pending, Tensor]:
+        """Probe a micro-batch; return the pending probes with it, and its loss. Weights are at their mean again."""
+        scaling, kept, number = pending.scaling, pending.kept, pending.num_probes
+        pending = pending.as_in_grad()
+        for slot in slots:
+            slot.seen = pending.weight > 0 and slot.parameter.grad is not None
+            slot.parameter.grad = None
+        prober: Prober = self
+        if scaling is not None:
+            prober, closure = scaling.prober(self), scaling.loss_function(closure, pending.parameters)
+        if kept is None:
+            losses, averages = self._probe_parts(prober, slots, closure, parts, number)
+            loss = losses[0]
+        else:
+            last = MicroBatch(closure, parts[0][0], weight)
+            losses, averages, loss = self._probe_joined(prober, slots, kept, last, number)
+            weight += kept.weight
+        MeanSnapshot(slots).restore()
+        if scaling is not None:  # the scaler looks for numbers that are not finite
+            *losses, loss = scaling.unscaled([*losses, loss])
+        elif self.process_group is None and self._option("nonfinite") == "raise":
+            self._raise_unless_finite(slots, losses, averages)
+        return pending.joined((losses, averages), weight, [slot.seen for slot in slots]), loss
+
+    def _keep(
+        self, slots: list[Slot], pending: Pending, closure: LossFunction, parts: Parts, weight: float
+    ) -> tuple[Pending, Tensor]:
+        """Run the first pass of a micro-batch; return the pending probes, which keep it, and its loss."""
+        splits = self._option("splits")
+        if splits > 1:
+            raise ValueError(
+                f"last=False joins micro-batches into one sub-batch, and this optimizer has splits={splits}: make it "
+                "with splits=1, or leave last=False out. Micro-batches are then further splits."
+            )
+        scaling, grads = pending.scaling, GradientSnapshot(pending.parameters)
+        if scaling is not None:
+            closure = scaling.loss_function(closure, pending.parameters)
+        for parameter in pending.parameters:
+            parameter.grad = None
+        micro_batch = MicroBatch(closure, parts[0][0], weight)
+        kept = self._first_pass(slots, micro_batch, pending.kept or Kept(), pending.num_probes)
+        MeanSnapshot(slots).restore()
+        grads.restore()
+        (loss,) = kept.micro_batches[-1].losses
+        if scaling is not None:
+            (loss,) = scaling.unscaled([loss])
+        elif self.process_group is None and self._option("nonfinite") == "raise":
+            self._raise_unless_finite(slots, [loss], {str(i): each for i, each in enumerate(kept.sums)})
+        return dataclasses.replace(pending, kept=kept), loss
+
+    def _settled(self) -> Pending | None:
+        """Return the pending probes; forget them if a scaler has skipped them, or their gradients were cleared."""
+        pending = self._pending
+        if self._away == _IN_A_STEP:
+            return pending
+        if pending is not None and pending.scaling is not None and pending.scaling.is_over(self):
+            self._count_skipped(torch.ones((), dtype=torch.int64, device=pending.scaling.scale.device))
+            self.discard()
+        elif pending is not None and pending.is_cleared():
+            self._pending = None
+        return self._pending
+
+    def _check_pending(self, pending: Pending, slots: list[Slot]) -> None:
+        """Raise unless the step can apply the pending probes, and mark the slots that have gradients."""
+        pending.check_complete([slot.parameter for slot in slots], self)
+        for slot in slots:
+            slot.seen = slot.parameter.grad is not None
+        changed = pending.changed_gradients()
+        if changed and self.process_group is not None and dist.get_world_size(self.process_group) > 1:
+            raise RuntimeError(
+                f"the gradient of {self._name(slots[changed[0]])} was changed between probe() and step(). With "
+                "process_group= it is the gradient of this rank alone, which is averaged in step(). To clip the "
+                "averaged gradient, write max_grad_norm= when you make the optimizer."
+            )
+
+    def _accepted(
+        self, slots: list[Slot], losses: list[Tensor], averages: dict[str, list[Tensor]], *, is_checked: bool
+    ) -> Tensor | None:
+        """Return whether all numbers are finite, on the device; None if that is known: otherwise an error is raised."""
+        if self._option("nonfinite") == "skip":
+            return all_finite([*losses, *(t for tensors in averages.values() for t in tensors)])
+        if not is_checked or self.process_group is not None:
+            self._raise_unless_finite(slots, losses, averages)
+        return None
+
+    def _raise_unless_finite(self, slots: list[Slot], losses: list[Tensor], averages: dict[str, list[Tensor]]) -> None:
+        if not all_finite([*losses, *(t for tensors in averages.values() for t in tensors)]):
+            raise FloatingPointError(self._describe_nonfinite(slots, losses, averages))
+
+    def _leave_gradients(self, slots: list[Slot], gradients: list[Tensor]) -> None:
+        """Leave the averaged gradients in `.grad`."""
+        for slot, gradient in zip(slots, gradients, strict=True):
+            slot.parameter.grad = gradient.to(slot.parameter.dtype) if slot.seen else None
+
+    def _count_skipped(self, skipped: Tensor) -> None:
+        self._skipped = skipped if self._skipped is None else self._skipped.add_(skipped)
 
     def _check_gradients(self, slots: list[Slot]) -> None:
         """Raise if `.grad` holds gradients that no step left there: this step would drop them."""
@@ -231,26 +433,35 @@ class ProbingOptimizer(CheckedOptimizer):
             raise RuntimeError(
                 f"{names[0]}{more} has a gradient in .grad that no step left there: was backward() called before "
                 "step()? A step computes its own gradients, and would drop this one. To accumulate over micro-batches, "
-                "pass them together, optimizer.step(loss_fn, torch.cat(xs), torch.cat(ys)); to drop this gradient, "
-                "call optimizer.zero_grad() first."
+                "pass them together, optimizer.step(loss_fn, torch.cat(xs), torch.cat(ys)), or one after the other, "
+                "optimizer.probe(loss_fn, x, y), and then optimizer.step(); to drop this gradient, call "
+                "optimizer.zero_grad() first."
             )
 
-    def _average(self, slots: list[Slot], closure: LossFunction, parts: Parts) -> Probed:
-        """Probe every part, and average losses and results over parts and ranks."""
-        first = 0 if self.process_group is None else rank_of(self.process_group) * self._option("splits")
-        losses, averages = self._probe_parts(slots, closure, parts, first)
+    def _copied_before_writes(self, probed: Probed) -> Probed:
+        """Copy what the step will write into, so that a step that raises leaves the pending probes as they were."""
+        losses, averages = probed
         if self.process_group is not None:
-            share, buffers = self._share_of_running_statistics(), []
-            if share is not None and self.module is not None:
-                found = [own_buffers(owner)[name] for owner, name in running_statistics(self.module)]
-                buffers = [b.mul_(share) for b in found if b is not None and b.is_floating_point()]
-            size = sum(size for _, size in parts)
-            means = [t for tensors in averages.values() for t in tensors]
-            seen = [slot.seen for slot in slots]
-            reached = average_over_ranks(self.process_group, size, means, losses, seen, buffers)
-            for slot, is_seen in zip(slots, reached, strict=True):
-                slot.seen = is_seen
+            averages = {name: [t.clone() for t in tensors] for name, tensors in averages.items()}
+            return [loss.clone() for loss in losses], averages
+        if self._option("max_grad_norm") is not None:
+            averages = {**averages, "gradient": [g.clone() for g in averages["gradient"]]}
         return losses, averages
+
+    def _average_over_ranks(
+        self, slots: list[Slot], weight: float, losses: list[Tensor], averages: dict[str, list[Tensor]]
+    ) -> None:
+        """Turn this rank's means into means over all ranks, in place."""
+        assert self.process_group is not None
+        share, buffers = self._share_of_running_statistics(), []
+        if share is not None and self.module is not None:
+            found = [own_buffers(owner)[name] for owner, name in running_statistics(self.module)]
+            buffers = [b.mul_(share) for b in found if b is not None and b.is_floating_point()]
+        means = [t for tensors in averages.values() for t in tensors]
+        seen = [slot.seen for slot in slots]
+        reached = average_over_ranks(self.process_group, weight, means, losses, seen, buffers)
+        for slot, is_seen in zip(slots, reached, strict=True):
+            slot.seen = is_seen
 
     def _share_of_running_statistics(self) -> float | None:
         """Return the weight of this rank's running statistics in the sum over ranks; None if they do not move.
@@ -261,54 +472,6 @@ class ProbingOptimizer(CheckedOptimizer):
         if policy == "none" or group is None:
             return None
         return float(rank_of(group) == 0) if policy == "first_split" else 1 / dist.get_world_size(group)
-
-    def _probe_parts(self, slots: list[Slot], closure: LossFunction, parts: Parts, first: int) -> Probed:
-        """Average losses and results over the parts, probed together or in turn."""
-
-        def in_turn() -> Probed:
-            return self._probe_in_turn(slots, closure, parts, first)
-
-        ragged = len({size for _, size in parts}) > 1  # a ragged last batch is normal: no warning
-        if len(parts) == 1 or ragged or not slots or self.per_example:
-            return in_turn()
-        if self.module is None:
-            if self.vectorise:
-                raise ValueError("vectorise=True needs the model: make the optimizer with module=model.")
-            return in_turn()
-        module = self.module
-        code = getattr(closure, "__code__", closure)
-
-        def together() -> Probed:
-            check, self._known_closure = code is not self._known_closure, None
-            found = probe_together(self, module, slots, closure, parts, first, check=check)
-            self._known_closure = code
-            return found
-
-        self._executor.vectorise = self.vectorise
-        return self._executor.run(
-            together,
-            in_turn,
-            pays=Executor.launch_bound(slots[0].parameter.device),
-            obstacle=obstacle_to_stacking(module, self._option("batch_norm"), parts),
-        )
-
-    def _probe_in_turn(self, slots: list[Slot], closure: LossFunction, parts: Parts, first: int) -> Probed:
-        """Average losses and results over the parts, probed one after the other."""
-        total = sum(size for _, size in parts)
-        tally, losses = Tally(), Tally()
-        for k, (part, size) in enumerate(parts):
-            tally.weight = losses.weight = size / total
-            frozen = functools.partial(self._frozen_running_statistics, k)
-            grad_at = GradAt(slots, closure, part, frozen, self._per_example)
-            self._probe(slots, (self._theta(slot, first + k) for slot in slots), grad_at, tally)
-            losses.add("loss", grad_at.losses)
-        return losses.means["loss"], tally.means
-
-    def _frozen_running_statistics(self, split: int, pass_index: int) -> list[tuple[nn.Module, str]]:
-        """Return owner and name of the running statistics that a pass must not move."""
-        if self.module is None or bn.moves_statistics(self._option("batch_norm"), split, pass_index):
-            return []
-        return running_statistics(self.module)
 
     def _move(self, slots: list[Slot], averages: dict[str, list[Tensor]], accept: Tensor | None) -> None:
         """Update weights and state, unless the 0-dim boolean `accept` is given and false."""
@@ -336,6 +499,13 @@ class ProbingOptimizer(CheckedOptimizer):
             counted = {"step": slot.state["step"] + 1} if "step" in slot.state else {}
             for name, value in (state | counted).items():
                 write(slot.state[name], value, accept)
+
+    def _make_state(self) -> None:
+        base = self._base_step()
+        if base is None:
+            super()._make_state()
+        else:
+            base.make_state()
 
     def _own(self, slots: list[Slot]) -> None:
         """Store the state of the slots in the optimizer's `state`."""
@@ -436,7 +606,7 @@ class ProbingOptimizer(CheckedOptimizer):
             trained = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
             self._start = {p: p.norm(dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained}
 
-    def _count_step(self, stacklevel: int = 5) -> None:
+    def _count_step(self) -> None:
         """Count a step. After some of them, look at the ratios, and warn once if one is bad."""
         self._num_steps += 1
         if self._num_steps in CHECKED_AT and "ratios" not in self._warned:
@@ -446,9 +616,20 @@ class ProbingOptimizer(CheckedOptimizer):
             if bad:
                 self._warned.add("ratios")
                 text = f"after {self._num_steps} steps: {' '.join(bad)} optimizer.diagnose() says more."
-                warnings.warn(text, stacklevel=stacklevel)
+                warnings.warn(text, stacklevel=callers_level())
 
-    # ------------------------------------------------------------------ copies
+    # ------------------------------------------------------------------ states and copies
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as a dictionary of copies: further steps do not change it."""
+        self._refuse_if_pending("save the state")
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of `state_dict`, and drop pending probes; a state that does not fit changes nothing."""
+        with deferred():
+            super().load_state_dict(state_dict)
+            self.discard()
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
@@ -456,13 +637,20 @@ class ProbingOptimizer(CheckedOptimizer):
                 "an optimizer with a process_group cannot be copied or pickled: a group belongs to its process. "
                 "Save optimizer.state_dict() instead."
             )
+        self._refuse_if_pending("copy the optimizer")
         own = {"module": self.module, "process_group": None, "vectorise": self.vectorise}
         return {**super().__getstate__(), **own}
 
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped for non-finite numbers since this object was made (waits for the device)."""
+        self._settled()
         return 0 if self._skipped is None else int(self._skipped)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether `scaler.step` must hand over its scale, which is refused: it does not know of these probes."""
+        return self._pending is None or self._pending.scaling is None
 
     @property
     def grad_scale(self) -> Tensor:
@@ -472,12 +660,21 @@ class ProbingOptimizer(CheckedOptimizer):
     @grad_scale.setter
     def grad_scale(self, value: Any) -> None:
         raise RuntimeError(
-            f"{type(self).__name__} does not work with GradScaler: it perturbs the weights by gradients, or squares "
-            "gradients, and would do so with scaled ones. Use torch.autocast with dtype=torch.bfloat16 and no scaler: "
-            "optimizer.step(loss_fn, x, y)."
+            f"scaler.step(optimizer) needs a probe with the scaler before it: {type(self).__name__} evaluates several "
+            "gradients, and each must be scaled and unscaled. Write optimizer.probe(loss_fn, x, y, scaler=scaler), "
+            "where loss_fn returns the loss without a scale, then scaler.step(optimizer) and scaler.update(). Or use "
+            "torch.autocast with dtype=torch.bfloat16 and no scaler: optimizer.step(loss_fn, x, y)."
         )
 
     # ------------------------------------------------------------------ checks and messages
+
+    def _refuse_if_pending(self, what: str) -> None:
+        pending = self._settled()
+        if pending is not None:
+            raise RuntimeError(
+                f"cannot {what} while probes are pending: take the step first, optimizer.step(), or drop them, "
+                "optimizer.discard()."
+            )
 
     def _refuse_if_away(self, what: str) -> None:
         away = self._away
@@ -486,15 +683,14 @@ class ProbingOptimizer(CheckedOptimizer):
         if away is not None:
             raise RuntimeError(f"cannot {what} {away}: the model does not hold its own weights there.")
 
-    def _warn_of_unseen(self, slots: list[Slot], stacklevel: int = 5) -> None:
+    def _warn_of_unseen(self, slots: list[Slot]) -> None:
         """Warn about parameters that no gradient reached, once per parameter."""
         unseen = [slot for slot in slots if not slot.seen and slot.index not in self._warned]
         if unseen:
             self._warned.update(slot.index for slot in unseen)
             names = ", ".join(self._name(slot) for slot in unseen)
-            warnings.warn(
-                f"no gradient reached {names}: not part of the loss? They stay unchanged.", stacklevel=stacklevel
-            )
+            text = f"no gradient reached {names}: not part of the loss? They stay unchanged."
+            warnings.warn(text, stacklevel=callers_level())
 
     def _name(self, slot: Slot) -> str:
         names = [name for group in self.param_groups for name in group.get("param_names", ())]
@@ -530,9 +726,10 @@ class ProbingOptimizer(CheckedOptimizer):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             bad.append(f"the gradient of {', '.join(names[:3])}{more} is not finite")
+        drop = "" if self._pending is None else " Probes are still pending: optimizer.discard() drops them."
         return (
-            f"{'; '.join(bad)}. Weights and state are unchanged. Lower lr or rho, look at the batch, or skip steps "
-            "like this one with nonfinite='skip'."
+            f"{'; '.join(bad)}. Weights and state are unchanged.{drop} Lower lr or rho, look at the batch, or skip "
+            "steps like this one with nonfinite='skip'."
         )
 
 
@@ -542,3 +739,11 @@ def _read(numbers: Sequence[Tensor]) -> list[float]:
         torch.stack([each.float().to(numbers[0].device) for each in numbers]).tolist() if numbers else []
     )
     return found
+
+
+def _weight(weight: float | Tensor | None, parts: Parts) -> float:
+    """Return the weight of a micro-batch in the averages: as it is given, or its number of examples."""
+    if weight is None:
+        return float(sum(size for _, size in parts))
+    options.positive("weight", weight, "It is the number of terms in the mean loss of the micro-batch.")
+    return float(weight)

@@ -65,6 +65,26 @@ class BaseStep:
             for parameter, grad in idle:
                 parameter.grad = grad
 
+    def make_state(self) -> None:
+        """Let the optimizer make its state, by a step with the gradients of zeros and the learning rates 0 in place.
+
+        Where the optimizer counts steps, the count is 0 again afterwards: so far no step was taken.
+        """
+        groups = self._optimizer.param_groups
+        decays = [group.get("weight_decay") for group in groups]
+        try:
+            for group in groups:
+                if "weight_decay" in group:
+                    group["weight_decay"] = 0.0
+            self._step()
+        finally:
+            for group, decay in zip(groups, decays, strict=True):
+                if "weight_decay" in group:
+                    group["weight_decay"] = decay
+        for state in self._optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].zero_()
+
     # ------------------------------------------------------------------ beside a compiled step
 
     def __call__(self, gradients: list[tuple[Tensor, Tensor]], refused: Tensor) -> None:

@@ -117,7 +117,7 @@ class BSAM(GaussianOptimizer):
         augmentation_factor: The factor by which augmentation enlarges the data set (the paper uses 4 for crops and
             flips): N is num_data * augmentation_factor.
         splits: Number of parts of each minibatch. Each part has its own noise and perturbation (m-sharpness; the paper
-            uses 8). This is not gradient accumulation: it changes the method.
+            uses 8): more parts change the method. Micro-batches of several `probe` calls are further parts.
         perturb_from: Where the adversarial step of a split starts. `"sample"`: at the weights that were sampled for its
             first gradient. `"mean"`: at the mean, as Algorithm 1 prints it.
         curvature: `"mean_abs"`, the mean of |g_k| over the splits, or `"abs_mean"`, |mean of g_k|.

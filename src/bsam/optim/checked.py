@@ -109,6 +109,25 @@ class CheckedOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ states
 
+    def _is_asked_for_state(self) -> bool:
+        """Whether a step without a closure asks for a fresh state, as `torch.distributed.checkpoint` does.
+
+        It gives all parameters gradients of zeros, sets the learning rates to 0, and takes a step.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        return (
+            not self.state
+            and all(float(group.get("lr", 0)) == 0 for group in self.param_groups)
+            and all(p.grad is not None and not p.grad.any() for p in parameters)
+        )
+
+    def _make_state(self) -> None:
+        """Store the state before the first step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    self.state[parameter] = self._fresh_state(parameter, group)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state as a dictionary of copies: further steps do not change it."""
         return _copied(super().state_dict())  # type: ignore[no-any-return]

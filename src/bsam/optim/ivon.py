@@ -118,8 +118,8 @@ class IVON(GaussianOptimizer):
             too large to learn.
         augmentation_factor: The factor by which augmentation enlarges the data set: N is num_data *
             augmentation_factor.
-        splits: Number of parts of each minibatch. Each part has its own weight sample. This is not gradient
-            accumulation: it changes the method.
+        splits: Number of parts of each minibatch. Each part has its own weight sample: more parts change the method.
+            Micro-batches of several `probe` calls are further parts.
         clip_radius: Largest absolute value of an element of the preconditioned step (g_bar + delta m) / (h + delta),
             before the step is multiplied by `lr`. None clips nothing.
         nonfinite: `"raise"` raises at a loss or gradient that is not finite. `"skip"` skips the step and counts it

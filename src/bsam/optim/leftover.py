@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bsam.torch_private import version_of
 
-__all__ = ["not_left", "note_as_left"]
+__all__ = ["not_left", "note_as_left", "was_left"]
 
 _left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 """The gradients that steps left, by id, with their versions, which count changes in place.
@@ -21,7 +21,7 @@ arrives in a callback.
 
 
 def note_as_left(grads: Iterable[Tensor | None]) -> None:
-    """Remember the gradients that a step leaves."""
+    """Remember the gradients that a step or probe leaves."""
     for key in [key for key, (reference, _) in list(_left.items()) if reference() is None]:
         _left.pop(key, None)
     for grad in grads:
@@ -31,7 +31,7 @@ def note_as_left(grads: Iterable[Tensor | None]) -> None:
 
 def not_left(parameters: list[Tensor]) -> list[int]:
     """Return the positions of parameters with a nonzero `.grad` that no step left there."""
-    foreign = [(i, p.grad) for i, p in enumerate(parameters) if p.grad is not None and not _was_left(p.grad)]
+    foreign = [(i, p.grad) for i, p in enumerate(parameters) if p.grad is not None and not was_left(p.grad)]
     if not foreign:
         return []
     device = foreign[0][1].device
@@ -39,6 +39,7 @@ def not_left(parameters: list[Tensor]) -> list[int]:
     return [i for (i, _), found in zip(foreign, nonzero, strict=True) if found]
 
 
-def _was_left(grad: Tensor) -> bool:
+def was_left(grad: Tensor) -> bool:
+    """Whether a step or probe left this gradient, and nobody has changed it since."""
     reference, version = _left.get(id(grad), (None, 0))
     return reference is not None and reference() is grad and version == version_of(grad)

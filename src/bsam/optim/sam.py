@@ -59,8 +59,8 @@ class SAM(ProbingOptimizer):
         base_optimizer: A torch optimizer class, or a function that makes an optimizer. It is called with the groups
             and `base_kwargs`.
         rho: Radius of the ball in which the loss is maximised.
-        splits: Number of parts of each minibatch, each with its own perturbation (m-sharpness). This is not gradient
-            accumulation: it changes the method.
+        splits: Number of parts of each minibatch, each with its own perturbation (m-sharpness): more parts change the
+            method. Micro-batches of several `probe` calls are further parts.
         nonfinite: `"raise"` stops at a loss or gradient that is not finite, `"skip"` skips the step and counts it in
             `skipped_steps` (which waits for the device once per step).
         max_grad_norm: Clips the norm of g_eps, the averaged gradient at the perturbed weights.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from bsam.gradients import reached_by, without_autocast
 from bsam.modules import LossFunction, LossModule, keys_of, normalisation_layers
 from bsam.optim.probing import Prober, Slot, Tally
 from bsam.torch_private import own_buffers
-
-if TYPE_CHECKING:
-    from bsam.optim.base import ProbingOptimizer
 
 __all__ = ["GradAtStack", "Parts", "obstacle_to_stacking", "probe_stack", "probe_together", "stack_parts"]
 
@@ -185,12 +182,13 @@ class StackTally(Tally):
 
 
 def probe_together(
-    optimizer: ProbingOptimizer,
+    optimizer: Prober,
     module: nn.Module,
     slots: list[Slot],
     closure: LossFunction,
     parts: Parts,
     first: int,
+    on_this_rank: int,
     *,
     check: bool,
 ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
@@ -202,7 +200,8 @@ def probe_together(
         slots: The optimizer's parameters.
         closure: The loss function.
         parts: The sub-batches, with their sizes.
-        first: Number of the first sub-batch, counted over all ranks.
+        first: Number of the first sub-batch in the step, counted over all ranks.
+        on_this_rank: The same number, counted on this rank.
         check: Raise if the loss function uses parameters other than those it is given.
     """
     if check:
@@ -221,6 +220,8 @@ def probe_together(
         example,
         tensors,
         {name: b.expand(len(parts), *b.shape) for name, b in buffers.items()},
+        None,
+        on_this_rank,
     )
     for name, buffer in buffers.items():
         buffer.copy_(moved[name])
@@ -238,7 +239,7 @@ def _mark_seen(
         reached = reached_by(module, [slot.parameter for slot in slots], closure, part)
         seen = [a or b for a, b in zip(seen, reached, strict=True)]
     for slot, is_seen in zip(slots, seen, strict=True):
-        slot.seen = is_seen
+        slot.seen |= is_seen
 
 
 def probe_stack(
@@ -252,6 +253,7 @@ def probe_stack(
     tensors: list[Tensor],
     buffers: dict[str, Tensor],
     evaluate: Evaluate | None = None,
+    first: int = 0,
 ) -> tuple[list[Tensor], dict[str, list[Tensor]], dict[str, Tensor]]:
     """Return the mean loss of each pass, the averages over all sub-batches, and the buffers of the first.
 
@@ -266,6 +268,7 @@ def probe_stack(
         tensors: See `GradAtStack`.
         buffers: See `GradAtStack`.
         evaluate: Computes the gradients in place of `GradAtStack.evaluate_all`.
+        first: Number of the first sub-batch in the step: only sub-batch 0 may move the buffers under "first_split".
     """
     running_statistics = frozenset(
         f"module.{name}.{buffer}"
@@ -275,7 +278,7 @@ def probe_stack(
     policy = optimizer._option("batch_norm")
 
     def frozen(pass_index: int) -> frozenset[str]:
-        return frozenset() if moves_statistics(policy, 0, pass_index) else running_statistics
+        return frozenset() if moves_statistics(policy, first, pass_index) else running_statistics
 
     grad_at = GradAtStack(loss_module, unpack, pack, example, tensors, buffers, frozen)
     tally = StackTally()

@@ -105,8 +105,8 @@ class VOGN(GaussianOptimizer):
         betas: Decay of the momentum, and the beta2 of `statistics`.
         damping: Added to the curvature (gamma), in the step and in the posterior's precision.
         augmentation_factor: How many times augmentation enlarges the data set: N is num_data * augmentation_factor.
-        splits: Number of parts of each minibatch, each with its own weight sample (the paper uses 16). This is not
-            gradient accumulation: it changes the method.
+        splits: Number of parts of each minibatch, each with its own weight sample (the paper uses 16): more parts
+            change the method. Micro-batches of several `probe` calls are further parts.
         statistics: `"average"`: the curvature keeps a share beta2 of itself in each step. `"latest"`: it keeps a
             share 1 - beta2.
         nonfinite: `"raise"` stops at a loss or gradient that is not finite, `"skip"` skips the step and counts it in
