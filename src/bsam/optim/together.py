@@ -176,9 +176,16 @@ class StackTally(Tally):
         super().add(name, (tensor.mean(0) for tensor in tensors))
 
     def add_abs(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Add absolute values of all sub-batches' results, without a stack of them in memory."""
-        norms = (torch.linalg.vector_norm(tensor, 1, dim=0).div_(len(tensor)) for tensor in tensors)
-        Tally.add(self, name, norms)
+        """Add absolute values of all sub-batches' results."""
+        Tally.add(self, name, (_mean_of_absolute_values(tensor) for tensor in tensors))
+
+
+def _mean_of_absolute_values(stack: Tensor) -> Tensor:
+    """The mean of |x| over the stack; on a GPU without a second stack in memory, on a CPU twice as fast."""
+    if stack.device.type == "cpu":
+        return stack.abs().mean(0)
+    norm: Tensor = torch.linalg.vector_norm(stack, 1, dim=0)
+    return norm.div_(len(stack))
 
 
 def probe_together(
