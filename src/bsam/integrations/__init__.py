@@ -1,0 +1,1 @@
+"""Adapters to trainers: one file per library, which is imported only if you import the file."""
