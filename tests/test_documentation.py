@@ -20,7 +20,15 @@ DEFINITION = re.compile(r"^ *def (test_\w+)\(", re.MULTILINE)
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def needs_a_library(page):
+    return page.parent.name == "integrations"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=[pytest.mark.integrations] if needs_a_library(p) else []) for p in PAGES],
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
 def test_the_code_on_the_page_runs(page, tmp_path, monkeypatch):
     """All blocks of a page, in order, as one program."""
     monkeypatch.chdir(tmp_path)

@@ -38,7 +38,6 @@ class ProbingTrainer:
         Returns:
             The loss of the first pass, as transformers adds it up over micro-batches for the log.
         """
-        self._check_setup()
         model.train()
         inputs = self._prepare_inputs(inputs)
         num_items = self._get_num_items_in_batch([inputs], self.args.device)
@@ -70,6 +69,7 @@ class ProbingTrainer:
         One parameter group has all trained parameters; with `TrainingArguments(weight_decay=...)` there are
         transformers' two groups, for base optimizers that know this option.
         """
+        self._check_setup()
         given = self.optimizer_cls_and_kwargs
         if self.optimizer is None and given is None:
             raise ValueError(

@@ -1,0 +1,306 @@
+"""The Trainer of transformers, on tiny models made from configs."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import torch
+import torch.nn.functional as F
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+import bsam
+from bsam.integrations.transformers import ProbingTrainer, Trainer
+
+pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+VOCABULARY = 16
+
+
+def llama(dropout=0.0):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, attention_dropout=dropout, **sizes)
+    return LlamaForCausalLM(config)
+
+
+def bert():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(vocab_size=VOCABULARY, num_labels=3, **sizes, **dropout))
+
+
+def sentences(num=12, ignored=5):
+    """Examples that differ in their number of labels."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCABULARY, (num, 8), generator=generator)
+    labels = ids.clone()
+    for i in range(num):
+        labels[i, : i % ignored] = -100
+    return [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
+
+
+def classes(num=11):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCABULARY, (num, 8), generator=generator)
+    return [{"input_ids": x, "labels": torch.tensor(i % 3)} for i, x in enumerate(ids)]
+
+
+def make_bsam(model, **options):
+    return bsam.BSAM(model.parameters(), lr=0.1, num_data=84, rho=0.05, module=model, **options)
+
+
+def make_sam(model, **options):
+    return bsam.SAM(model.parameters(), torch.optim.AdamW, rho=0.05, lr=0.01, module=model, **options)
+
+
+class Recording:
+    """A collator that remembers the batches, in their order."""
+
+    def __init__(self):
+        self.batches = []
+
+    def __call__(self, examples):
+        batch = {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
+        self.batches.append({key: value.clone() for key, value in batch.items()})
+        return batch
+
+
+def arguments(folder, **options):
+    usual = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 5, "max_grad_norm": 0.5}
+    quiet = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no", "use_cpu": True}
+    return transformers.TrainingArguments(output_dir=str(folder), **{**usual, **quiet, **options})
+
+
+def train(folder, model, optimizer, data, trainer_class=Trainer, resume=None, trainer_options=None, **options):
+    collator = Recording()
+    trainer = trainer_class(
+        model,
+        arguments(folder, **options),
+        train_dataset=data,
+        data_collator=collator,
+        optimizers=(optimizer, None),
+        **(trainer_options or {}),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, collator.batches
+
+
+def tokens_loss(model, batch):
+    logits = model(input_ids=batch["input_ids"]).logits.float()
+    return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), batch["labels"][:, 1:].reshape(-1))
+
+
+def num_tokens(batch):
+    return float((batch["labels"][:, 1:] != -100).sum())
+
+
+def class_loss(model, batch):
+    return F.cross_entropy(model(input_ids=batch["input_ids"]).logits.float(), batch["labels"])
+
+
+def plain_loop(model, optimizer, steps, loss_fn, weight, precision=None, max_grad_norm=0.5):
+    """What the Trainer must equal: probes, clipping, a step, a linear schedule; returns the losses."""
+    scheduler = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=5)
+    losses = []
+    model.train()
+
+    def loss_of(batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+            return loss_fn(model, batch)
+
+    for micro_batches in steps:
+        total = sum(weight(batch) for batch in micro_batches)
+        loss = 0.0
+        for batch in micro_batches:
+            loss += float(optimizer.probe(loss_of, batch, weight=weight(batch))) * weight(batch) / total
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss)
+    return losses
+
+
+def assert_equal_weights(model, other, **tolerance):
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+def in_steps(batches, per_epoch, accumulated=2, num_steps=5):
+    """Cut the batches of all epochs into steps, as the Trainer does: the last step of an epoch may be short."""
+    epochs = [batches[i : i + per_epoch] for i in range(0, len(batches), per_epoch)]
+    return [epoch[i : i + accumulated] for epoch in epochs for i in range(0, len(epoch), accumulated)][:num_steps]
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("make", [make_bsam, make_sam])
+def test_the_trainer_equals_the_plain_loop(make, precision, tmp_path):
+    """Accumulation, clipping, scheduler and precision; every token counts once."""
+    model, other = llama(), llama()
+    options = {"bf16": True} if precision else {}
+    trainer, batches = train(tmp_path, model, make(model), sentences(), **options)
+    losses = plain_loop(other, make(other), in_steps(batches, 6), tokens_loss, num_tokens, precision)
+    assert_equal_weights(model, other, rtol=1e-4, atol=1e-6)
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(losses, abs=1e-3)
+
+
+def test_examples_count_once_in_a_classifier(tmp_path):
+    """The last micro-batch of an epoch has one example, and the last step has one short accumulation."""
+    model, other = bert(), bert()
+    _, batches = train(tmp_path, model, make_bsam(model), classes(9), max_steps=5)
+    steps = in_steps(batches, 5)
+    plain_loop(other, make_bsam(other), steps, class_loss, lambda batch: float(len(batch["labels"])))
+    assert_equal_weights(model, other, rtol=1e-4, atol=1e-6)
+
+
+def test_parts_of_a_micro_batch_count_every_token_once(tmp_path):
+    model, other = llama(), llama()
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    _, batches = train(tmp_path, model, make_sam(model, splits=2, vectorise=False), sentences(), **options)
+    halves = [[{k: v[:2] for k, v in b.items()}, {k: v[2:] for k, v in b.items()}] for b in batches]
+    plain_loop(other, make_sam(other), halves[:5], tokens_loss, num_tokens)
+    assert_equal_weights(model, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_micro_batch_without_labels_adds_nothing(tmp_path):
+    ignored = {"input_ids": torch.ones(8, dtype=torch.long), "labels": torch.full((8,), -100)}
+    data = [*sentences(1), ignored]
+    model, other = llama(), llama()
+    options = {"per_device_train_batch_size": 1, "max_steps": 1}
+    train(tmp_path, model, make_bsam(model), data, **options)
+    batch = {key: value[None] for key, value in data[0].items()}
+    plain_loop(other, make_bsam(other), [[batch]], tokens_loss, num_tokens)
+    assert_equal_weights(model, other, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="all labels of a step are -100"):
+        train(tmp_path, model, make_bsam(model), [ignored, ignored], **options)
+
+
+def test_own_losses(tmp_path):
+    """`compute_loss_func` divides by the number of items that it is given, and takes the labels out of the batch."""
+
+    def loss_of(outputs, labels, num_items_in_batch):
+        logits = outputs.logits[:, :-1].reshape(-1, VOCABULARY).float()
+        return F.cross_entropy(logits, labels[:, 1:].reshape(-1), reduction="sum") / num_items_in_batch
+
+    model, other = llama(), llama()
+    options = {"trainer_options": {"compute_loss_func": loss_of}}
+    _, batches = train(tmp_path, model, make_bsam(model), sentences(), **options)
+    plain_loop(other, make_bsam(other), in_steps(batches, 6), tokens_loss, num_tokens)
+    assert_equal_weights(model, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_checkpointing": True}])
+@pytest.mark.parametrize("make", [make_bsam, make_sam])
+def test_resuming_equals_no_interruption(make, options, tmp_path):
+    """Bit for bit, in the middle of an epoch, with dropout."""
+    whole, resumed = llama(dropout=0.5), llama(dropout=0.5)
+    optimizer, later = make(whole), make(resumed)
+    saving = {"save_strategy": "steps", "save_steps": 2, **options}
+    train(tmp_path, whole, optimizer, sentences(), **saving)
+    train(tmp_path, resumed, later, sentences(), resume=str(tmp_path / "checkpoint-2"), **saving)
+    assert_equal_weights(whole, resumed, rtol=0, atol=0)
+    state, state_later = optimizer.state_dict()["state"], later.state_dict()["state"]
+    assert state.keys() == state_later.keys()
+    for key in state:
+        assert all(torch.equal(state[key][name], state_later[key][name]) for name in state[key])
+
+
+def test_the_posterior_is_that_of_the_best_model(tmp_path):
+    model = llama()
+    optimizer = make_bsam(model, betas=(0.9, 0.5))
+    choosing = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    data = {"trainer_options": {"eval_dataset": sentences(2)}}
+    trainer, _ = train(tmp_path, model, optimizer, sentences(), max_steps=4, **choosing, **saving, **data)
+    best = torch.load(f"{trainer.state.best_model_checkpoint}/optimizer.pt", weights_only=True)["state"]
+    posterior = trainer.posterior()
+    expected = [84 * state["unit_precision"] for state in best.values()]
+    for value, std in zip(expected, posterior.std.values(), strict=True):
+        torch.testing.assert_close(std, value.rsqrt())
+
+
+def test_a_model_that_the_trainer_makes(tmp_path):
+    settings = {"lr": 0.1, "num_data": 84, "rho": 0.05, "betas": (0.9, 0.5)}
+    trainer = Trainer(
+        args=arguments(tmp_path, seed=3),
+        model_init=llama,
+        train_dataset=sentences(),
+        optimizer_cls_and_kwargs=(bsam.BSAM, settings),
+    )
+    trainer.train()
+    assert isinstance(trainer.posterior(), bsam.DiagonalGaussian)
+
+
+def test_the_training_step_goes_into_other_trainers(tmp_path):
+    class Own(ProbingTrainer, transformers.Seq2SeqTrainer):
+        pass
+
+    model, other = llama(), llama()
+    options = transformers.Seq2SeqTrainingArguments(
+        **{k: v for k, v in arguments(tmp_path).to_dict().items() if k in ("output_dir", "max_steps", "report_to")},
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+    )
+    collator = Recording()
+    trainer = Own(model, options, train_dataset=sentences(), data_collator=collator, optimizers=(make_bsam(model), None))
+    trainer.train()
+    plain_loop(other, make_bsam(other), in_steps(collator.batches, 6), tokens_loss, num_tokens)
+    assert_equal_weights(model, other, rtol=1e-4, atol=1e-6)
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_without_an_optimizer(tmp_path):
+    with pytest.raises(ValueError, match=r"write Trainer\(\.\.\., optimizers=\(bsam\.BSAM\("):
+        Trainer(llama(), arguments(tmp_path), train_dataset=sentences()).train()
+
+
+def test_with_an_optimizer_of_torch(tmp_path):
+    model = llama()
+    with pytest.raises(TypeError, match=r"SGD has no probe: make an optimizer of bsam"):
+        train(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1), sentences())
+
+
+def test_with_the_trainer_of_transformers(tmp_path):
+    model = llama()
+    with pytest.raises(TypeError, match=r"bsam\.integrations"):
+        train(tmp_path, model, make_bsam(model), sentences(), trainer_class=transformers.Trainer)
+
+
+def test_the_best_weights_with_the_last_precision_are_refused(tmp_path):
+    model = llama()
+    choosing = {"load_best_model_at_end": True, "save_only_model": True, "save_strategy": "steps", "save_steps": 2}
+    data = {"eval_strategy": "steps", "eval_steps": 2, "trainer_options": {"eval_dataset": sentences(2)}}
+    with pytest.raises(ValueError, match="write save_only_model=False"):
+        train(tmp_path, model, make_bsam(model), sentences(), **choosing, **data)
+
+
+def test_several_gpus_in_one_process(tmp_path):
+    model = llama()
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=sentences(), optimizers=(make_bsam(model), None))
+    trainer.args._n_gpu = 2
+    with pytest.raises(ValueError, match="torchrun --nproc-per-node=2"):
+        trainer.train()
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_fp16_equals_float32_up_to_rounding(tmp_path):
+    model, other = llama(), llama()
+    options = {"use_cpu": False}
+    train(tmp_path, model.cuda(), make_sam(model), sentences(), fp16=True, **options)
+    train(tmp_path, other.cuda(), make_sam(other), sentences(), **options)
+    assert_equal_weights(model, other, rtol=0.05, atol=5e-3)
