@@ -5,6 +5,7 @@ import os
 # The tensors of the tests are tiny: threads would only wait for each other, and for other processes. The variable is
 # read by NumPy's and torch's libraries when they are loaded, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test of transformers may download anything; read when it is imported
 
 import pytest
 import torch

@@ -18,6 +18,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DEFINITION = re.compile(r"^ *def (test_\w+)\(", re.MULTILINE)
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CODE_OR_DIFF = re.compile(r"^```(?:python|diff)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+REMOVED = re.compile(r"^-.*$", re.MULTILINE)
 
 
 def needs_a_library(page):
@@ -30,7 +32,7 @@ def needs_a_library(page):
     ids=lambda p: str(p.relative_to(ROOT)),
 )
 def test_the_code_on_the_page_runs(page, tmp_path, monkeypatch):
-    """All blocks of a page, in order, as one program."""
+    """All blocks of a page, in order, as one program; on the page of a library, also what its diff leads to."""
     monkeypatch.chdir(tmp_path)
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -39,9 +41,12 @@ def test_the_code_on_the_page_runs(page, tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(value))
     text = page.read_text()
     namespace: dict[str, object] = {"__name__": "__page__"}
-    for block in FENCE.finditer(text):
+    for block in (CODE_OR_DIFF if needs_a_library(page) else FENCE).finditer(text):
         line = text[: block.start()].count("\n") + 1
-        code = "\n" * line + block.group(1)  # so that a traceback shows the page's line
+        code = block.group(1)
+        if block.group().startswith("```diff"):
+            code = re.sub("^[+ ]", "", REMOVED.sub("", code), flags=re.MULTILINE)
+        code = "\n" * line + code  # so that a traceback shows the page's line
         exec(compile(code, str(page), "exec"), namespace)
 
 

@@ -68,7 +68,7 @@ class Run:
             for x, y in self.loader:
                 with self.accelerator.accumulate(self.prepared):
                     last = self.accelerator.sync_gradients or not joined
-                    losses.append(probe(self.accelerator, self.optimizer, self.loss, x, y, last=last))
+                    losses.append(probe(self.accelerator, self.prepared, self.optimizer, self.loss, x, y, last=last))
                     if self.accelerator.sync_gradients:
                         self.accelerator.clip_grad_norm_(self.prepared.parameters(), 0.3)
                     self.optimizer.step()
@@ -151,7 +151,7 @@ def test_weights_of_micro_batches():
     optimizer = make_sam(other)
     for batch, weight in (((x[:2], y[:2]), 7.0), ((x[2:], y[2:]), 3.0)):
         with run.accelerator.accumulate(run.prepared):
-            probe(run.accelerator, run.optimizer, run.loss, *batch, weight=weight)
+            probe(run.accelerator, run.prepared, run.optimizer, run.loss, *batch, weight=weight)
             run.optimizer.step()
         optimizer.probe(lambda x, y: F.cross_entropy(other(x), y), *batch, weight=weight)
     optimizer.step()
@@ -184,7 +184,7 @@ def test_an_overflow_is_skipped_and_lowers_the_scale():
     before = [p.clone() for p in run.model.parameters()]
     x, y = data(2, torch.float32)
     with run.accelerator.accumulate(run.prepared):
-        probe(run.accelerator, run.optimizer, lambda x, y: run.loss(x, y) * torch.inf, x, y)
+        probe(run.accelerator, run.prepared, run.optimizer, lambda x, y: run.loss(x, y) * torch.inf, x, y)
         run.accelerator.clip_grad_norm_(run.prepared.parameters(), 0.3)
         run.optimizer.step()
         run.optimizer.zero_grad()
@@ -201,20 +201,20 @@ def test_an_overflow_is_skipped_and_lowers_the_scale():
 def test_an_optimizer_that_was_not_prepared():
     run = Run()
     with pytest.raises(TypeError, match=r"write model, optimizer = accelerator\.prepare\(model, optimizer\)"):
-        probe(run.accelerator, run.own, run.loss, *data(2))
+        probe(run.accelerator, run.prepared, run.own, run.loss, *data(2))
 
 
 def test_an_optimizer_of_torch():
     run = Run(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(TypeError, match="SGD has no probe: make an optimizer of bsam"):
-        probe(run.accelerator, run.optimizer, run.loss, *data(2))
+        probe(run.accelerator, run.prepared, run.optimizer, run.loss, *data(2))
 
 
 def test_sharded_models_are_refused():
     run = Run()
     run.accelerator.state.distributed_type = DistributedType.FSDP
-    with pytest.raises(ValueError, match="FSDP keeps weights .* Start one process per device"):
-        probe(run.accelerator, run.optimizer, run.loss, *data(2))
+    with pytest.raises(ValueError, match=r"FSDP keeps weights .* Start one process per device"):
+        probe(run.accelerator, run.prepared, run.optimizer, run.loss, *data(2))
 
 
 def test_backward_in_place_of_probe():
@@ -227,7 +227,7 @@ def test_backward_in_place_of_probe():
 def test_saving_between_micro_batches(tmp_path):
     run = Run(gradient_accumulation_steps=2)
     with run.accelerator.accumulate(run.prepared):
-        probe(run.accelerator, run.optimizer, run.loss, *data(2))
+        probe(run.accelerator, run.prepared, run.optimizer, run.loss, *data(2))
     with pytest.raises(RuntimeError, match=r"step\(\)"):
         run.accelerator.save_state(tmp_path)
 
@@ -246,7 +246,7 @@ def rank_trains(rank, port, folder):
     for k in range(2):
         part = slice(6 * k, 6 * k + 4) if rank == 0 else slice(6 * k + 4, 6 * k + 6)
         with accelerator.accumulate(model):
-            probe(accelerator, optimizer, lambda x, y: F.cross_entropy(model(x), y), x[part], y[part])
+            probe(accelerator, model, optimizer, lambda x, y: F.cross_entropy(model(x), y), x[part], y[part])
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 0.3)
             optimizer.step()
@@ -255,7 +255,9 @@ def rank_trains(rank, port, folder):
     grouped_optimizer = bsam.BSAM(grouped.parameters(), num_data=100, process_group=dist.group.WORLD)
     grouped_model, prepared = accelerator.prepare(grouped, grouped_optimizer)
     with pytest.raises(ValueError, match="make the optimizer without process_group="):
-        probe(accelerator, prepared, lambda x, y: F.cross_entropy(grouped_model(x), y), x, y)
+        probe(accelerator, grouped_model, prepared, lambda x, y: F.cross_entropy(grouped_model(x), y), x, y)
+    with pytest.raises(ValueError, match=r"over the 2 ranks: write model, optimizer = accelerator\.prepare"):
+        probe(accelerator, bare, optimizer, lambda x, y: F.cross_entropy(bare(x), y), x, y)
     torch.save([p.detach() for p in bare.parameters()], f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 

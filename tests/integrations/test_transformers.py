@@ -1,15 +1,13 @@
 """The Trainer of transformers, on tiny models made from configs."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import torch
 import torch.nn.functional as F
+import transformers
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 import bsam
@@ -228,7 +226,7 @@ def test_a_model_that_the_trainer_makes(tmp_path):
     settings = {"lr": 0.1, "num_data": 84, "rho": 0.05, "betas": (0.9, 0.5)}
     trainer = Trainer(
         args=arguments(tmp_path, seed=3),
-        model_init=llama,
+        model_init=lambda: llama(),
         train_dataset=sentences(),
         optimizer_cls_and_kwargs=(bsam.BSAM, settings),
     )
@@ -251,8 +249,8 @@ def test_the_training_step_goes_into_other_trainers(tmp_path):
         max_grad_norm=0.5,
     )
     collator = Recording()
-    trainer = Own(model, options, train_dataset=sentences(), data_collator=collator, optimizers=(make_bsam(model), None))
-    trainer.train()
+    own = {"data_collator": collator, "optimizers": (make_bsam(model), None)}
+    Own(model, options, train_dataset=sentences(), **own).train()
     plain_loop(other, make_bsam(other), in_steps(collator.batches, 6), tokens_loss, num_tokens)
     assert_equal_weights(model, other, rtol=1e-4, atol=1e-6)
 

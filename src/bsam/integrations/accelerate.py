@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bsam.batches import split_batch
@@ -29,6 +29,7 @@ _REFUSED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
 def probe(
     accelerator: Accelerator,
+    model: nn.Module,
     optimizer: AcceleratedOptimizer,
     loss_fn: LossFunction,
     *batch: Any,
@@ -42,6 +43,7 @@ def probe(
 
     Args:
         accelerator: The accelerator.
+        model: The prepared model.
         optimizer: The prepared optimizer.
         loss_fn: Returns the mean loss of a micro-batch, or of a part of it. It calls the prepared model.
         batch: The micro-batch, which is handed to `loss_fn`.
@@ -61,7 +63,7 @@ def probe(
             "DistributedDataParallel."
         )
     scaler = accelerator.scaler
-    with _averaging(accelerator, own) as is_averaging:
+    with _averaging(accelerator, model, own) as is_averaging:
         if not is_averaging:
             return own.probe(loss_fn, *batch, weight=weight, last=last, scaler=scaler)
         # DistributedDataParallel counts every rank once. These factors make it count every example, or every token.
@@ -93,29 +95,31 @@ def unwrap_optimizer(optimizer: Any) -> ProbingOptimizer:
 
 
 @contextlib.contextmanager
-def _averaging(accelerator: Accelerator, optimizer: ProbingOptimizer) -> Iterator[bool]:
+def _averaging(accelerator: Accelerator, model: nn.Module, optimizer: ProbingOptimizer) -> Iterator[bool]:
     """Let DistributedDataParallel average the gradients of every pass in the block; say whether it does.
 
     `accumulate` keeps it from averaging before the last micro-batch. But each micro-batch has a perturbation of its
     own, which needs its averaged gradient.
     """
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    models = [m for m in accelerator._models if isinstance(m, DistributedDataParallel)]
-    models = [m for m in models if any(id(p) in own for p in m.parameters())]
-    for model in models:
-        if optimizer.process_group is not None:
+    wrapper = getattr(model, "_orig_mod", model)  # of torch.compile
+    if not isinstance(wrapper, DistributedDataParallel):
+        if accelerator.num_processes > 1 and optimizer.process_group is None:
             raise ValueError(
-                "process_group= does not go with a prepared model, whose gradients DistributedDataParallel averages: "
-                "make the optimizer without process_group=."
+                f"the model is of type {type(model).__name__}, and nothing would average its gradients over the "
+                f"{accelerator.num_processes} ranks: write model, optimizer = accelerator.prepare(model, optimizer)."
             )
-        if optimizer.module is model.module:
-            optimizer.module = model  # a pass under vmap would not be averaged
-            optimizer._check_module()
-    before = [model.require_backward_grad_sync for model in models]
+        yield False
+        return
+    if optimizer.process_group is not None:
+        raise ValueError(
+            "process_group= does not go with a prepared model, whose gradients DistributedDataParallel averages: make "
+            "the optimizer without process_group=."
+        )
+    if optimizer.module is wrapper.module:
+        optimizer.module = wrapper  # passes under vmap would not be averaged
+        optimizer._check_module()
+    before, wrapper.require_backward_grad_sync = wrapper.require_backward_grad_sync, True
     try:
-        for model in models:
-            model.require_backward_grad_sync = True
-        yield bool(models)
+        yield True
     finally:
-        for model, value in zip(models, before, strict=True):
-            model.require_backward_grad_sync = value
+        wrapper.require_backward_grad_sync = before

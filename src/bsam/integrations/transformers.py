@@ -1,8 +1,8 @@
 """Transformers: a `Trainer` whose training step probes a micro-batch, with `TrainingArguments` as always.
 
-transformers' own training step calls `backward()` once per micro-batch, at the present weights. The optimizers here need
-gradients at other weights too, so this trainer hands them `compute_loss` as a function. All else is transformers' own:
-data, clipping, schedulers, precision, checkpoints, callbacks.
+transformers' own training step calls `backward()` once per micro-batch, at the present weights. The optimizers here
+need gradients at other weights too, so this trainer hands them `compute_loss` as a function. All else is transformers'
+own: data, clipping, schedulers, precision, checkpoints, callbacks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ProbingTrainer:
         if num_items is not None and self._loss_is_mean_over_items():
             weight = float(self.accelerator.reduce(num_items.double(), "mean"))
             if not weight:
-                return self._without_labels(num_items_in_batch)
+                return _no_loss(num_items_in_batch, inputs)
 
         def loss_fn(part: dict[str, Any]) -> Tensor:
             # A part counts by its examples. Divided by this share of the labels, every label of the batch counts once.
@@ -55,13 +55,12 @@ class ProbingTrainer:
                 loss: Tensor = self.compute_loss(model, dict(part), num_items_in_batch=items)
             return loss
 
-        loss = probe(self.accelerator, self.optimizer, loss_fn, inputs, weight=weight)
+        loss = probe(self.accelerator, model, self.optimizer, loss_fn, inputs, weight=weight)
         steps = self.args.torch_empty_cache_steps
         if steps is not None and self.state.global_step % steps == 0:
             clear_device_cache()
-        if weight is None:
-            return loss / self.current_gradient_accumulation_steps
-        return loss * (num_items / num_items_in_batch)
+        share = 1 / self.current_gradient_accumulation_steps
+        return loss * (share if weight is None else float(num_items / num_items_in_batch))
 
     def create_optimizer(self: Any, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Return the optimizer that was given, or make it of `optimizer_cls_and_kwargs`.
@@ -110,12 +109,6 @@ class ProbingTrainer:
             return bool(self.loss_is_scaled_for_ga)
         return bool(self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
 
-    def _without_labels(self: Any, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """Return the loss of a micro-batch whose labels are all ignored: it adds nothing to the step."""
-        if not num_items_in_batch:
-            raise ValueError("all labels of a step are -100, so there is no loss: drop such examples from the data.")
-        return torch.zeros((), device=self.args.device)
-
     def _load_best_model(self: Any) -> None:
         """Load the best weights, and the state of the optimizer that belongs to them."""
         super()._load_best_model()  # type: ignore[misc]
@@ -133,3 +126,10 @@ class Trainer(ProbingTrainer, transformers.Trainer):
         args: As for `transformers.Trainer`, with `optimizers=(optimizer, scheduler_or_None)`, or
             `optimizer_cls_and_kwargs=(bsam.BSAM, {...})`.
     """
+
+
+def _no_loss(num_items_in_batch: Tensor | int | None, inputs: dict[str, Any]) -> Tensor:
+    """Return the loss of a micro-batch whose labels are all ignored: it adds nothing to the step."""
+    if not num_items_in_batch:
+        raise ValueError("all labels of a step are -100, so there is no loss: drop such examples from the data.")
+    return torch.zeros((), device=inputs["labels"].device)

@@ -241,8 +241,8 @@ class ProbingOptimizer(SplittingOptimizer):
             raise TypeError(
                 f"{type(self).__name__}.step() needs a closure, or a probe before it, because it evaluates the loss at "
                 "other weights than the present ones: optimizer.step(loss_fn, x, y), or optimizer.probe(loss_fn, x, y) "
-                "and then optimizer.step(), where loss_fn(x, y) returns the mean loss. In the loop of a trainer, use its "
-                "adapter in bsam.integrations."
+                "and then optimizer.step(), where loss_fn(x, y) returns the mean loss. In the loop of a trainer, use "
+                "its adapter in bsam.integrations."
             )
         with self._whole_or_nothing(slots) as buffers:
             if closure is not None:
