@@ -617,8 +617,9 @@ def test_a_captured_step_of_the_tables_is_that_of_the_loop(network, least):
     runs = []
     for options in ({}, {"vectorise": False}):
         model = make_model(network, num_classes=10, image_shape=(3, 32, 32), seed=0).cuda()
-        options = {"betas": (0.9, 0.5), "splits": 4, "module": model, **options}
-        runs.append((model, bsam.BSAM(model.parameters(), lr=0.1, num_data=100, **options)))
+        tables = {"lr": 0.1, "rho": 0.01, "prior_precision": 25.0, "sqrt_num_data": False, "max_grad_norm": None}
+        options = {**tables, "betas": (0.9, 0.5), "splits": 4, "module": model, **options}
+        runs.append((model, bsam.BSAM(model.parameters(), num_data=100, **options)))
     (ours, optimizer), (plain, loop) = runs
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(32, 3, 32, 32, generator=generator).cuda()

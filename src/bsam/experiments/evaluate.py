@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 import bsam
@@ -21,7 +22,16 @@ from bsam.experiments.runs import choose_device, holds_run, remembered_data
 from bsam.experiments.style import new_figure
 from bsam.files import locked, remove_leftovers, replacing
 
-__all__ = ["evaluate", "evaluation_name", "evaluation_of"]
+__all__ = ["evaluate", "evaluation_name", "evaluation_of", "prepared"]
+
+
+def prepared(
+    dataset: str, model: str, validation: int, device: torch.device, folder: Path | None
+) -> tuple[Dataset, nn.Module]:
+    """Load a data set from a folder, and make a network for it; its weights are those of seed 0."""
+    data = load(dataset, folder, device=device, validation=validation)
+    network = make_model(model, num_classes=data.num_classes, image_shape=data.image_shape, seed=0)
+    return data, network.to(data.device)
 
 
 def evaluate(
@@ -34,6 +44,7 @@ def evaluate(
     data: Path | None = None,
     seed: int | None = None,
     again: bool = False,
+    prepare: Callable[[str, str, int, torch.device, Path | None], tuple[Dataset, nn.Module]] = prepared,
 ) -> dict[str, bsam.metrics.Summary]:
     """Predict one part of the data with samples of the posterior; write the metrics into the record.
 
@@ -49,6 +60,8 @@ def evaluate(
         data: Folder of the data sets; by default the one that the run was started with.
         seed: Seed of the samples; by default the run's own, so that no two runs have the same draws.
         again: Make all predictions again.
+        prepare: Returns data and network, like `prepared`. With `functools.cache(prepared)`, several calls share them,
+            and with the network the passes that were compiled for it.
 
     Returns:
         The metrics, by their names in the record, see `evaluation_name`.
@@ -68,9 +81,8 @@ def evaluate(
     @cache
     def loaded() -> tuple[Dataset, nn.Module, bsam.Posterior]:
         where = data or remembered_data(folder)
-        dataset = load(config.dataset, where, device=choose_device(device), validation=config.validation)
-        model = make_model(config.model, num_classes=dataset.num_classes, image_shape=dataset.image_shape, seed=0)
-        return dataset, model.to(dataset.device), bsam.load_posterior(folder / "posterior.safetensors")
+        found = prepare(config.dataset, config.model, config.validation, choose_device(device), where)
+        return *found, bsam.load_posterior(folder / "posterior.safetensors")
 
     results = {}
     for count in samples if samples is not None else [config.num_samples]:

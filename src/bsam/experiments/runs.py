@@ -37,6 +37,7 @@ __all__ = [
     "choose_device",
     "handled",
     "holds_run",
+    "is_finished",
     "naming",
     "read_origin",
     "remembered_data",
@@ -76,6 +77,11 @@ def holds_run(folder: Path) -> bool:
     """Whether a run was started in `folder`. An empty config.toml, left by a kill of an old version, does not count."""
     path = folder / "config.toml"
     return path.is_file() and path.stat().st_size > 0
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in `folder` was trained to its end: posterior and record are written then, in this order."""
+    return all((folder / name).is_file() for name in ("posterior.safetensors", "record.json"))
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,28 @@ def test_what_is_trained_is_only_evaluated(tmp_path):
     assert record.test["4"] == first
 
 
+def test_a_finished_run_needs_no_checkpoint(tmp_path):
+    execute([make_task(tmp_path)], nothing, device="cpu")
+    for path in (tmp_path / "runs" / "seed0").glob("checkpoint*"):
+        path.unlink()  # as of a run whose large files were left on the machine that trained it
+    before = read_record(tmp_path / "records" / "seed0.json")
+    shares = []
+    execute([make_task(tmp_path, samples=(4, 8))], shares.append, device="cpu")
+    after = read_record(tmp_path / "records" / "seed0.json")
+    assert shares == []
+    assert after.test.keys() == {"4", "8"}
+    assert after.test["4"] == before.test["4"]
+
+
+def test_a_network_is_made_once_for_all_evaluations(tmp_path, monkeypatch):
+    from bsam.experiments import evaluate as module
+
+    made, make = [], module.make_model
+    monkeypatch.setattr(module, "make_model", lambda *args, **options: made.append(args) or make(*args, **options))
+    execute([make_task(tmp_path, samples=(0, 4))], nothing, device="cpu")
+    assert len(made) == 1
+
+
 def test_evaluations_that_only_the_record_knows_stay(tmp_path):
     task, record = make_task(tmp_path), tmp_path / "records" / "seed0.json"
     execute([task], nothing, device="cpu")

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from bsam.experiments.ensemble import write_ensemble
-from bsam.experiments.evaluate import evaluate, evaluation_name
+from bsam.experiments.evaluate import evaluate, evaluation_name, prepared
 from bsam.experiments.record import read_json, write_json
 from bsam.experiments.reproduce.plan import Task
-from bsam.experiments.runs import Run, RunBusyError, holds_run
+from bsam.experiments.runs import Run, RunBusyError, holds_run, is_finished
 from bsam.experiments.stacks import Stack, find_stack
 from bsam.files import locked
 
@@ -56,10 +56,11 @@ def execute(
                 raise RunBusyError(f"another process is training the run in {task.folder}.") from None
         errors = _train(tasks, report, device, data, save_minutes)
         done: list[Task] = []
+        prepare = functools.cache(prepared)  # for all tasks, so that a pass is compiled once
         for task in tasks:
             if task.folder.resolve() not in errors:
                 try:
-                    _evaluate(task, device, data)
+                    _evaluate(task, functools.partial(evaluate, device=device, data=data, prepare=prepare))
                     done.append(task)
                 except FloatingPointError as error:
                     errors[task.folder.resolve()] = error
@@ -84,14 +85,13 @@ def _train(
             raise ValueError(f"{task.folder} holds a run with other settings: move it away, or choose another --runs.")
     new = [Run(task.folder, task.config, task.seed, task.preset) for task in tasks if task not in begun]
     resume = functools.partial(Stack.resume, device=device, data=data)
-    queue = deque(functools.partial(resume, folder) for folder in dict.fromkeys(find_stack(t.folder) for t in begun))
+    unfinished = [find_stack(task.folder) for task in begun if not is_finished(task.folder)]
+    queue = deque(functools.partial(resume, folder) for folder in dict.fromkeys(unfinished))
     if new:
         queue.append(functools.partial(Stack.start, new, device=device, data=data))
     errors: dict[Path, FloatingPointError] = {}
     while queue:
         stack = queue.popleft()()
-        if stack.finished:
-            continue
         try:
             stack.train(every_minutes=save_minutes, on_step=lambda t: report(t.progress / t.config.total_epochs))
             continue
@@ -104,7 +104,7 @@ def _train(
     return errors
 
 
-def _evaluate(task: Task, device: str | None, data: Path | None) -> None:
+def _evaluate(task: Task, evaluate: Callable[..., Any]) -> None:
     """Make missing evaluations, and copy the record to the folder of records."""
     run_record = task.folder / "record.json"
     done = read_json(run_record)["evaluations"].get(task.part, {})
@@ -112,7 +112,7 @@ def _evaluate(task: Task, device: str | None, data: Path | None) -> None:
         counts = [count for count, at in task.evaluations if at == temperature]
         missing = [count for count in counts if evaluation_name(count, temperature, task.config) not in done]
         if missing:
-            evaluate(task.folder, samples=missing, part=task.part, temperature=temperature, device=device, data=data)
+            evaluate(task.folder, samples=missing, part=task.part, temperature=temperature)
     origin = {"scale": task.scale, "changes": list(task.changes)} if task.changes else {"scale": task.scale}
     _publish({**read_json(run_record), **origin}, task.record)
 
