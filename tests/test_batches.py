@@ -2,12 +2,13 @@
 
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bsam.batches import split_batch
+from bsam.batches import as_tensor, batches_of, moved, split_batch
 
 
 @given(size=st.integers(1, 40), splits=st.integers(1, 12))
@@ -43,3 +44,29 @@ def test_named_tuples_stay_named_tuples():
 def test_lengths_must_agree():
     with pytest.raises(ValueError, match=r"different lengths \[3, 2\]"):
         split_batch((torch.ones(3), [torch.ones(2)]), 1)
+
+
+@given(size=st.integers(1, 40), batch_size=st.integers(1, 12))
+def test_arrays_dictionaries_and_tensors_are_cut_at_the_same_places(size, batch_size):
+    x = torch.arange(size)
+    expected = [part.tolist() for part in batches_of(x, batch_size)]
+    assert [part.tolist() for part in batches_of(x.numpy(), batch_size)] == expected
+    whole = {"a": x, "b": x.numpy(), "scale": torch.tensor(2.0), "name": "kept"}
+    for data in (whole, (whole, x), (whole, x.tolist())):
+        cut = list(batches_of(data, batch_size))
+        for batch, part in zip(cut, expected, strict=True):
+            inputs, labels = (batch, None) if data is whole else batch
+            assert inputs["a"].tolist() == inputs["b"].tolist() == part
+            assert labels is None or labels.tolist() == part
+            assert (inputs["scale"], inputs["name"]) == (torch.tensor(2.0), "kept")
+
+
+def test_arrays_become_tensors():
+    array = np.arange(6.0).reshape(2, 3)[:, ::-1]
+    array.flags.writeable = False
+    tensor = as_tensor(array)
+    assert torch.equal(tensor, torch.tensor([[2.0, 1, 0], [5, 4, 3]], dtype=torch.float64))
+    tree = moved({"x": array, "i": np.arange(2), "t": (torch.ones(1), "s")}, torch.device("cpu"), torch.float32)
+    assert (tree["x"].dtype, tree["i"].dtype) == (torch.float32, torch.int64)
+    assert torch.equal(tree["t"][0], torch.ones(1))
+    assert moved(array, torch.device("cpu")).dtype == torch.float64

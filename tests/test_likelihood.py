@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch.distributions import Bernoulli, Categorical, Normal
 
-from bsam.likelihood import check_likelihood, check_outputs, hessian_root, negative_log_likelihood
+from bsam.likelihood import (
+    check_likelihood,
+    check_outputs,
+    class_dimension,
+    hessian_root,
+    negative_log_likelihood,
+)
 
 NOISE = 0.3
 CASES = {"categorical": (3, None), "bernoulli": (1, None), "gaussian": (2, NOISE)}
@@ -88,3 +94,18 @@ def test_shapes_of_outputs(likelihood, good, bad):
     for shape in bad:
         with pytest.raises(ValueError, match="the model gives"):
             check_outputs(likelihood, shape)
+
+
+def test_the_dimension_of_the_classes():
+    by_default = {(4, 2): 1, (4, 7, 3): 2, (4, 3, 5, 6): 1, (4, 3, 5, 6, 7): 1}
+    for shape, dim in by_default.items():
+        assert class_dimension(shape) == dim
+    assert [class_dimension((4, 3, 5, 6), dim) for dim in (1, 2, 3, -1, -3)] == [1, 2, 3, 3, 1]
+    for dim in (0, -4, 4, -5, 1.0, "1"):
+        with pytest.raises(ValueError, match=r"must be the dimension of the classes.*an integer from 1 to 3"):
+            class_dimension((4, 3, 5, 6), dim)
+    for shape in ((4,), (4, 1)):
+        with pytest.raises(ValueError, match="one number per example"):
+            class_dimension(shape)
+    with pytest.raises(ValueError, match="with 1 classes in dimension 2"):
+        class_dimension((4, 3, 1))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, roc_auc_score
+from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, mean_squared_error, r2_score, roc_auc_score
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
 from bsam import metrics as M
@@ -296,6 +296,183 @@ def test_ranges(data):
     assert math.isnan(s.auroc) == (s.accuracy in (0, 1))
     assert math.isnan(s.auroc) or 0 <= s.auroc <= 1
     assert 0 <= s.brier <= 2
+
+
+# Several labels per example.
+
+
+def several(n=30, shape=(4,), num_classes=3, seed=0):
+    """Log-probabilities (n, *shape, K) and labels (n, *shape); those of one example have one difficulty."""
+    g = torch.Generator().manual_seed(seed)
+    sharpness = 3 * torch.rand(n, *[1] * len(shape), 1, generator=g, dtype=torch.float64)
+    logits = sharpness * torch.randn(n, *shape, num_classes, generator=g, dtype=torch.float64)
+    labels = torch.multinomial(logits.softmax(-1).reshape(-1, num_classes), 1, generator=g)
+    return (2 * logits).log_softmax(-1), labels.reshape(n, *shape)
+
+
+def close(a, b):
+    """Equal up to the order of sums."""
+    assert a.num_examples == b.num_examples
+    assert [getattr(a, name) for name in NAMES] == pytest.approx([getattr(b, name) for name in NAMES], abs=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3)])
+def test_all_labels_count_alike(shape):
+    log_probs, labels = several(shape=shape)
+    s = M.summary((log_probs, labels), num_bootstrap=0)
+    close(s, M.summary((log_probs.reshape(-1, 3), labels.flatten()), num_bootstrap=0))
+    assert s.num_examples == labels.numel()
+    assert M.reliability(log_probs, labels).count.sum() == labels.numel()
+
+
+def test_ignored_labels_have_no_say():
+    log_probs, labels = several()
+    ignored = torch.rand(labels.shape, generator=torch.Generator().manual_seed(1)) < 0.3
+    ignored[3] = True  # a whole example
+    expected = M.summary((log_probs[~ignored], labels[~ignored]), num_bootstrap=0)
+    log_probs[ignored] = math.nan
+    for number in (-100, 255, 1):
+        marked = labels.where(~ignored, number)
+        if number == 1:
+            labels = labels.where(labels != 1, 2)  # 1 is a class, but this one is not rated
+            expected = M.summary((log_probs[~ignored], labels[~ignored]), num_bootstrap=0)
+            marked = labels.where(~ignored, number)
+        close(M.summary((log_probs, marked), ignore_index=number, num_bootstrap=0), expected)
+        predictions = SimpleNamespace(log_probs=log_probs, labels=marked, ignore_index=number)
+        close(M.summary(predictions, num_bootstrap=0), expected)
+        metrics = M.Metrics(ignore_index=number)
+        for part in (slice(0, 7), slice(7, 30)):
+            metrics.update(log_probs[part], marked[part])
+        assert metrics.compute(num_bootstrap=5) == M.summary(predictions, num_bootstrap=5)
+
+
+def test_ignored_examples_are_as_if_they_were_not_there():
+    log_probs, labels = random_predictions(50)
+    marked = labels.clone()
+    marked[::3] = -100
+    kept = marked != -100
+    assert M.summary((log_probs, marked), ignore_index=-100) == M.summary((log_probs[kept], labels[kept]))
+    with pytest.raises(ValueError, match="need at least one example"):
+        M.summary((log_probs, torch.full_like(labels, -100)), ignore_index=-100)
+    with pytest.raises(ValueError, match=r"got -100 in row 0; .*write ignore_index=-100"):
+        M.summary((log_probs, marked))
+
+
+def test_the_bootstrap_resamples_whole_examples():
+    log_probs, labels = several(20, (4,))
+    labels[::2, 2:] = -100
+    intervals = M.summary((log_probs, labels), num_bootstrap=41, level=0.9, seed=5, ignore_index=-100).intervals
+    index = torch.randint(20, (41, 20), generator=torch.Generator().manual_seed(5))
+    for name in WITH_INTERVAL:
+        values = []
+        for i in index:
+            rated = labels[i] != -100
+            values.append(getattr(M, name)(log_probs[i][rated], labels[i][rated]))
+        values.sort()
+        assert intervals[name] == pytest.approx((values[2], values[38]), abs=1e-13)
+
+
+def test_intervals_of_dependent_labels_cover_the_truth():
+    """A bootstrap over single labels would not: it takes ten labels that are the same for ten observations."""
+    log_probs, labels = several(5000, (1,), seed=1)
+    log_probs, labels = log_probs.expand(-1, 10, -1), labels.expand(-1, 10)
+    truth = M.summary((log_probs, labels), num_bootstrap=0)
+    g = torch.Generator().manual_seed(0)
+    covered = {"examples": 0, "labels": 0}
+    for seed in range(200):
+        index = torch.randint(5000, (60,), generator=g)
+        p, y = log_probs[index], labels[index]
+        for name, data in (("examples", (p, y)), ("labels", (p.reshape(-1, 3), y.flatten()))):
+            low, high = M.summary(data, num_bootstrap=100, seed=seed).intervals["nll"]
+            covered[name] += low <= truth.nll <= high
+    assert 0.88 <= covered["examples"] / 200 <= 0.99
+    assert covered["labels"] / 200 < 0.7
+
+
+def test_several_labels_of_a_bad_shape():
+    log_probs, labels = several()
+    with pytest.raises(ValueError, match=r"shape \(30, 4\), one per row of log_probs, got \(30, 3\).*movedim\(1, -1\)"):
+        M.summary((log_probs, labels[:, :3]))
+    log_probs[2, 1, 0] = math.nan
+    with pytest.raises(ValueError, match=r"got nan in position \[2, 1\], column 0"):
+        M.summary((log_probs, labels))
+
+
+# Real predictions.
+
+
+def gaussian_predictions(n=80, outputs=None, seed=0, std=1.0, noise=0.5):
+    """Means that are off by N(0, noise^2), predicted with another std."""
+    g = torch.Generator().manual_seed(seed)
+    shape = (n,) if outputs is None else (n, outputs)
+    y = torch.randn(shape, generator=g, dtype=torch.float64)
+    mean = y + noise * torch.randn(shape, generator=g, dtype=torch.float64)
+    predicted = torch.distributions.Normal(mean, std * noise)
+    density = predicted.log_prob(y) if outputs is None else predicted.log_prob(y).sum(1)
+    return SimpleNamespace(mean=mean, targets=y, log_density=density, cdf=predicted.cdf(y))
+
+
+GAUSSIAN = ("nll", "rmse", "r2", "coverage_50", "coverage_95")
+
+
+@pytest.mark.parametrize("outputs", [None, 1, 3])
+def test_real_predictions(outputs):
+    p = gaussian_predictions(outputs=outputs)
+    s = M.summary(p)
+    y, f = p.targets.numpy().reshape(80, -1), p.mean.numpy().reshape(80, -1)
+    assert s.num_examples == 80
+    assert s.nll == pytest.approx(-float(p.log_density.mean()))
+    assert s.rmse == pytest.approx(math.sqrt(mean_squared_error(y, f)))
+    assert s.r2 == pytest.approx(r2_score(y, f))
+    z = np.abs((y - f) / 0.5)
+    assert s.coverage_50 == pytest.approx((z <= 0.6744897501960817).mean())
+    assert s.coverage_95 == pytest.approx((z <= 1.959963984540054).mean())
+    assert set(s.intervals) == set(GAUSSIAN)
+    assert all(low <= getattr(s, name) <= high for name, (low, high) in s.intervals.items())
+    assert list(json.loads(json.dumps(s.as_dict()))) == ["num_examples", *GAUSSIAN, "intervals", "level"]
+    assert str(s).splitlines()[0] == "80 examples, 95% bootstrap intervals"
+    assert str(s).splitlines()[4].startswith("coverage_50   ")
+    same_numbers = SimpleNamespace(**{name: t.reshape(80, -1)[:, 0] for name, t in vars(p).items() if t.ndim == 2})
+    if outputs == 1:
+        assert M.summary(SimpleNamespace(**vars(same_numbers), log_density=p.log_density)) == s
+
+
+def test_real_predictions_resampled():
+    p = gaussian_predictions(40, 2)
+    intervals = M.summary(p, num_bootstrap=41, level=0.9, seed=5).intervals
+    index = torch.randint(40, (41, 40), generator=torch.Generator().manual_seed(5))
+    for name in GAUSSIAN:
+        parts = (SimpleNamespace(**{key: column[i] for key, column in vars(p).items()}) for i in index)
+        values = sorted(getattr(M.summary(part, num_bootstrap=0), name) for part in parts)
+        assert intervals[name] == pytest.approx((values[2], values[38]), abs=1e-13)
+
+
+@pytest.mark.parametrize(("std", "right"), [(1.0, True), (0.5, False), (2.0, False)])
+def test_coverage_says_if_the_width_is_right(std, right):
+    s = M.summary(gaussian_predictions(4000, std=std))
+    for name, level in (("coverage_50", 0.5), ("coverage_95", 0.95)):
+        low, high = s.intervals[name]
+        assert (low <= level <= high) == right
+        if not right:
+            assert (getattr(s, name) < level) == (std < 1)
+
+
+def test_real_predictions_that_cannot_be_rated():
+    p = gaussian_predictions(5)
+    assert math.isnan(M.summary(SimpleNamespace(**{**vars(p), "cdf": None})).coverage_50)
+    constant = SimpleNamespace(**{**vars(p), "targets": torch.ones(5)})
+    assert math.isnan(M.summary(constant).r2)
+    for name in ("targets", "log_density"):
+        with pytest.raises(ValueError, match=r"no targets.*predict on \(inputs, targets\)"):
+            M.summary(SimpleNamespace(**{**vars(p), name: None}))
+    for name in ("mean", "targets", "log_density"):
+        with pytest.raises(ValueError, match=f"{name} must be finite everywhere; look for inf or NaN"):
+            M.summary(SimpleNamespace(**{**vars(p), name: torch.full((5,), math.nan)}))
+    assert M.summary(SimpleNamespace(**{**vars(p), "log_density": torch.full((5,), -math.inf)})).nll == math.inf
+    with pytest.raises(ValueError, match="at least one example"):
+        M.summary(SimpleNamespace(**{name: t[:0] for name, t in vars(p).items()}))
+    with pytest.raises(ValueError, match="num_bootstrap"):
+        M.summary(p, num_bootstrap=-1)
 
 
 # Degenerate sets.

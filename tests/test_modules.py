@@ -17,6 +17,7 @@ from bsam.modules import (
     clean_names,
     differentiable,
     evaluating,
+    floating_type,
     keys_of,
     named_buffers,
     named_parameters,
@@ -26,6 +27,12 @@ from bsam.modules import (
     running_statistics,
 )
 from tests.posterior.kinds import make_net, same, snapshot
+
+
+def test_the_type_of_inputs():
+    assert floating_type(nn.Sequential(nn.ReLU())) is None
+    assert floating_type(nn.Linear(2, 2).double()) == torch.float64
+    assert floating_type(nn.BatchNorm1d(2, affine=False).half()) == torch.float16
 
 
 def test_clean_names():

@@ -28,6 +28,7 @@ from bsam.modules import (
     all_buffers,
     call_model,
     evaluating,
+    floating_type,
     normalisation_layers,
     restored_on_failure,
 )
@@ -86,7 +87,7 @@ def _run_on(model: nn.Module, data: Iterable[Any], device: torch.device, forward
                 if forward is not None:
                     forward(batch)
                 else:
-                    call_model(model, moved(inputs_and_labels(batch)[0], device))
+                    call_model(model, moved(inputs_and_labels(batch)[0], device, floating_type(model)))
         except ValueError as error:
             if "Expected more than 1" not in str(error):  # torch's check of one value per channel
                 raise

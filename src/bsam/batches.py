@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-__all__ = ["batches_of", "inputs_and_labels", "map_tensors", "moved", "num_examples", "some_examples", "split_batch"]
+__all__ = [
+    "as_tensor",
+    "batches_of",
+    "inputs_and_labels",
+    "map_tensors",
+    "moved",
+    "num_examples",
+    "some_examples",
+    "split_batch",
+]
 
 
 def batches_of(data: Any, batch_size: int) -> Iterable[Any]:
-    """Return the batches of `data`. Tensors are cut evenly, into as few batches as `batch_size` allows."""
-    tensors = data if isinstance(data, tuple) else (data,)
-    if any(isinstance(part, Tensor) and len(part) == 0 for part in tensors):
-        raise ValueError("data is empty: there is nothing to predict.")
-    if isinstance(data, Tensor):
+    """Return the batches of `data`.
+
+    Tensors, NumPy arrays and dictionaries of them are cut evenly, into as few batches as `batch_size` allows.
+    """
+    pair = isinstance(data, tuple) and len(data) == 2 and _is_array(data[0], Mapping) and _is_array(data[1], list)
+    parts = data if pair else (data,)
+    for part in parts:
+        if hasattr(part, "to_numpy"):
+            raise TypeError(f"data has a {type(part).__name__}: write .to_numpy() to make it an array.")
+        if isinstance(part, Tensor | np.ndarray) and part.ndim == 0:
+            raise ValueError("data is a single number: give one row per example.")
+        if isinstance(part, Tensor | np.ndarray) and len(part) == 0:
+            raise ValueError("data is empty: there is nothing to predict.")
+    if pair:
+        inputs, labels = (_cut(part, batch_size) for part in data)
+        lengths = [_length(part) for part in data]
+        if lengths[0] != lengths[1]:
+            raise ValueError(f"data has {lengths[0]} inputs and {lengths[1]} labels: give one label per input.")
+        return list(zip(inputs, labels, strict=True))
+    if _is_array(data, Mapping):
         return _cut(data, batch_size)
-    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
-        inputs, labels = data
-        if len(inputs) != len(labels):
-            raise ValueError(f"data has {len(inputs)} inputs and {len(labels)} labels: give one label per input.")
-        return list(zip(_cut(inputs, batch_size), _cut(labels, batch_size), strict=True))
-    if isinstance(data, Mapping):
-        raise TypeError("data is a dictionary, which is one batch: write [data], or a DataLoader of dictionaries.")
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         raise TypeError(
             "data is a Dataset of single examples: write torch.utils.data.DataLoader(data, batch_size=512)."
@@ -35,9 +53,44 @@ def batches_of(data: Any, batch_size: int) -> Iterable[Any]:
     return data
 
 
-def _cut(tensor: Tensor, batch_size: int) -> tuple[Tensor, ...]:
+def _is_array(part: Any, or_of: type) -> bool:
+    """Whether all examples are in this part of the data: an array, or an object of the other type."""
+    return isinstance(part, Tensor | np.ndarray | or_of) or hasattr(part, "to_numpy")
+
+
+def _length(part: Any) -> int:
+    """Return the number of examples of an array, or of the arrays of a dictionary."""
+    if not isinstance(part, Mapping):
+        return len(part)
+    lengths = {key: len(value) for key, value in part.items() if isinstance(value, Tensor | np.ndarray) and value.ndim}
+    if len(set(lengths.values())) != 1 or 0 in lengths.values():
+        found = ", ".join(f"{key}: {length}" for key, length in lengths.items()) or "no tensors"
+        raise TypeError(
+            f"data is a dictionary of tensors that do not have one row per example ({found}), so it cannot be cut into "
+            "batches: write [data] if it is one batch, or a DataLoader of dictionaries."
+        )
+    return next(iter(lengths.values()))
+
+
+def _cut(part: Any, batch_size: int) -> Sequence[Any]:
     # Evenly, because BatchNorm could not estimate a variance from a last batch of one example.
-    return torch.tensor_split(tensor, -(-len(tensor) // batch_size))
+    num_batches = -(-_length(part) // batch_size)
+    if isinstance(part, Mapping):
+        cut = {
+            key: _cut(value, batch_size)
+            if isinstance(value, Tensor | np.ndarray) and value.ndim
+            else [value] * num_batches
+            for key, value in part.items()
+        }
+        return [{key: pieces[i] for key, pieces in cut.items()} for i in range(num_batches)]
+    if isinstance(part, Tensor):
+        return torch.tensor_split(part, num_batches)
+    return np.array_split(part, num_batches)  # of the same sizes as those of tensor_split
+
+
+def as_tensor(values: Any) -> Tensor:
+    """Return numbers as a tensor: an array is copied, because it may be read-only."""
+    return torch.from_numpy(np.array(values)) if isinstance(values, np.ndarray) else torch.as_tensor(values)
 
 
 def inputs_and_labels(batch: Any) -> tuple[Any, Any]:
@@ -56,12 +109,15 @@ def inputs_and_labels(batch: Any) -> tuple[Any, Any]:
     return batch, None
 
 
-def moved(tree: Any, device: torch.device) -> Any:
-    """Move the inputs of a batch to `device`."""
+def moved(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Move the inputs of a batch to `device`. NumPy arrays become tensors, those of real numbers of type `dtype`."""
     if isinstance(tree, Mapping):
-        return {key: moved(value, device) for key, value in tree.items()}
+        return {key: moved(value, device, dtype) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return tuple(moved(value, device) for value in tree)
+        return tuple(moved(value, device, dtype) for value in tree)
+    if isinstance(tree, np.ndarray):
+        tensor = as_tensor(tree)
+        return tensor.to(device, dtype if tensor.is_floating_point() else None)
     return tree.to(device) if hasattr(tree, "to") else tree
 
 

@@ -5,6 +5,10 @@
 | `"categorical"` | logits (n, K) | softmax(f)_y | diag(p) - p p^T |
 | `"bernoulli"` | logits (n,) or (n, 1) of class 1 of two | sigmoid(f) for y = 1 | p (1 - p) |
 | `"gaussian"` | means (n,) or (n, D) of real targets | N(y; f, noise_std^2 I) | I / noise_std^2 |
+
+`bsam.predict` also takes outputs with several labels per example, which are independent given f: `"categorical"`
+logits of tokens (n, T, K), of pixels (n, K, H, W) or with the classes in any other dimension, and `"bernoulli"` logits
+(n, ...) of several yes/no questions (multi-label). Curvatures are for one label per example.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["check_likelihood", "check_outputs", "hessian_root", "negative_log_likelihood"]
+__all__ = ["check_likelihood", "check_outputs", "class_dimension", "hessian_root", "negative_log_likelihood"]
 
 _LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
 
@@ -36,14 +40,43 @@ def check_likelihood(likelihood: str, noise_std: float | None) -> None:
         raise ValueError(f"likelihood={likelihood!r} must be one of {', '.join(map(repr, _LIKELIHOODS))}.")
 
 
+def class_dimension(shape: tuple[int, ...], class_dim: int | None = None) -> int:
+    """Return the dimension of logits (n, ...) that has the classes.
+
+    By default it is the last of (n, K) and of tokens (n, T, K), and dimension 1 of pixels (n, K, H, W), as torch has
+    them.
+    """
+    _check_several(shape)
+    if class_dim is None:
+        dim = 1 if len(shape) != 3 else 2
+    elif isinstance(class_dim, int) and class_dim not in (0, -len(shape)) and -len(shape) < class_dim < len(shape):
+        dim = class_dim % len(shape)
+    else:
+        raise ValueError(
+            f"class_dim={class_dim!r} must be the dimension of the classes in outputs of shape {shape}: an integer "
+            f"from 1 to {len(shape) - 1}, because dimension 0 has the examples."
+        )
+    if shape[dim] < 2:
+        raise ValueError(
+            f"the model gives outputs of shape {shape}, with {shape[dim]} classes in dimension {dim}, but "
+            'likelihood="categorical" needs K >= 2 logits. Write class_dim=... to say which dimension has the classes, '
+            'or likelihood="bernoulli" for two classes with one logit.'
+        )
+    return dim
+
+
+def _check_several(shape: tuple[int, ...]) -> None:
+    if len(shape) == 1 or shape[1:] == (1,):
+        raise ValueError(
+            f'the model gives one number per example, shape {shape}, but likelihood="categorical" needs K >= 2 '
+            'logits. Write likelihood="bernoulli" for two classes, or "gaussian" for regression.'
+        )
+
+
 def check_outputs(likelihood: str, shape: tuple[int, ...]) -> None:
-    """Raise unless outputs of this shape fit the likelihood."""
+    """Raise unless outputs of this shape fit the likelihood, with one label per example."""
     if likelihood == "categorical":
-        if len(shape) == 1 or shape[1:] == (1,):
-            raise ValueError(
-                f'the model gives one number per example, shape {shape}, but likelihood="categorical" needs K >= 2 '
-                'logits. Write likelihood="bernoulli" for two classes, or "gaussian" for regression.'
-            )
+        _check_several(shape)
         if len(shape) != 2:
             raise ValueError(
                 f'the model gives outputs of shape {shape}, but likelihood="categorical" needs (n, K) logits. '
@@ -58,7 +91,10 @@ def check_outputs(likelihood: str, shape: tuple[int, ...]) -> None:
                 "forward=lambda model, inputs: model(inputs)[:, 0], and the labels of that question."
             )
     elif len(shape) not in (1, 2):
-        raise ValueError(f'the model gives outputs of shape {shape}, but likelihood="gaussian" needs (n,) or (n, D).')
+        raise ValueError(
+            f'the model gives outputs of shape {shape}, but likelihood="gaussian" needs (n,) or (n, D). Write '
+            "forward=lambda model, inputs: model(inputs).flatten(1), and targets of the same shape."
+        )
 
 
 def hessian_root(likelihood: str, f: Tensor, noise_std: float | None) -> Tensor:

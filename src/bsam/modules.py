@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ __all__ = [
     "clean_names",
     "differentiable",
     "evaluating",
+    "floating_type",
     "keys_of",
     "named_buffers",
     "named_parameters",
@@ -69,6 +71,12 @@ def named_buffers(model: nn.Module) -> dict[str, Tensor]:
     transient = {id(own_buffers(owner)[name]) for owner in model.modules() for name in transient_buffers(owner)}
     buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in transient}
     return {short: buffers[name] for name, short in clean_names(buffers).items()}
+
+
+def floating_type(model: nn.Module) -> torch.dtype | None:
+    """Return the type of the first weights, or else buffers, that are real numbers; None if there are none."""
+    tensors = chain(model.parameters(), model.buffers())
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
 
 def keys_of(module: nn.Module, parameters: Sequence[Tensor]) -> list[str]:

@@ -76,6 +76,17 @@ def test_softmax_regression(curvature):
     torch.testing.assert_close(precisions(posterior)["bias"], (p * (1 - p)).sum(0) + 0.5)
 
 
+@pytest.mark.parametrize("curvature", ["ggn", "hessian"])
+def test_arrays(curvature):
+    x, labels = data()
+    model = nn.Linear(3, 3, dtype=torch.float64)
+    y = labels["categorical"]
+    y.numpy().flags.writeable = False
+    options = {"prior_precision": 0.5, "curvature": curvature}
+    tensors, arrays = (bsam.laplace(model, "categorical", both, **options) for both in ((x, y), (x.numpy(), y.numpy())))
+    assert torch.equal(tensors.std["weight"], arrays.std["weight"])
+
+
 @pytest.mark.parametrize(("likelihood", "outputs", "options"), CASES)
 def test_the_root_is_one_of_the_hessian_of_the_loss(likelihood, outputs, options):
     _, labels = data(outputs)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bsam.prediction import predict
-from tests.prediction.models import D, K, assert_close, classes, gaussian, literal_outputs, mlp, seeded, vectors
+from tests.prediction.models import D, K, assert_close, classes, gaussian, images, literal_outputs, mlp, seeded, vectors
 
 pytestmark = pytest.mark.usefixtures("_try_vmap")
 
@@ -78,10 +78,9 @@ def test_mutual_information(num_samples, std, seed):
     [
         ("categorical", (5, 1), 'one number per example.*likelihood="bernoulli"'),
         ("categorical", (5,), 'one number per example.*likelihood="bernoulli"'),
-        ("categorical", (5, 2, 3), r"\(5, 2, 3\).*needs \(n, K\)"),
-        ("bernoulli", (5, 3), 'needs one logit per example.*likelihood="categorical" if each example has one of K'),
-        ("bernoulli", (5, 3), r"multi-label.*forward=lambda model, inputs: model\(inputs\)\[:, 0\]"),
-        ("gaussian", (5, 2, 2), r"needs \(n,\) or \(n, D\)"),
+        ("categorical", (5, 2, 1), r"\(5, 2, 1\), with 1 classes in dimension 2.*class_dim=.*bernoulli"),
+        ("categorical", (5, 1, 2, 3), r"\(5, 1, 2, 3\), with 1 classes in dimension 1.*class_dim=.*bernoulli"),
+        ("gaussian", (5, 2, 2), r"needs \(n,\) or \(n, D\)\. Write forward="),
     ],
 )
 def test_outputs_of_wrong_rank(likelihood, shape, message):
@@ -101,20 +100,159 @@ def test_outputs_of_wrong_rank(likelihood, shape, message):
             )
 
 
-def test_several_yes_no_questions_are_predicted_one_at_a_time():
-    """As the errors say that meet outputs and labels of all questions at once."""
+@pytest.mark.parametrize("vectorise", [True, False])
+def test_several_yes_no_questions_are_as_one_at_a_time(vectorise):
     model, x, y = seeded(lambda: mlp(3)), vectors(6), torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]]).repeat(2, 1)
     q = gaussian(model)
     with pytest.raises(ValueError, match=r"a single 1.*several \(multi-label\).*likelihood=\"bernoulli\""):
         predict(model, q, (x, y), num_samples=5)
-    with pytest.raises(ValueError, match=r"multi-label"):
-        predict(model, q, (x, y), num_samples=5, likelihood="bernoulli")
+    options = {"num_samples": 5, "likelihood": "bernoulli", "vectorise": vectorise}
+    together = predict(model, q, (x, y), **options)
+    assert together.log_probs.shape == (6, 3, 2)
+    assert torch.equal(together.labels, y)
+    assert torch.equal(predict(model, q, (x, y.double()), **options).labels, y)  # as BCEWithLogitsLoss has them
     outputs = literal_outputs(model, q, x)
     for k in range(3):
-        question = {"likelihood": "bernoulli", "forward": lambda model, inputs, k=k: model(inputs)[:, k]}
-        result = predict(model, q, (x, y[:, k]), num_samples=5, **question)
+        result = predict(model, q, (x, y[:, k]), forward=lambda model, inputs, k=k: model(inputs)[:, k], **options)
         torch.testing.assert_close(result.probs[:, 1], outputs[..., k].sigmoid().mean(0), rtol=1e-12, atol=1e-12)
         assert torch.equal(result.labels, y[:, k])
+        torch.testing.assert_close(together.log_probs[:, k], result.log_probs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(together.mutual_information[:, k], result.mutual_information, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match=r"labels of shape \(6,\) came with outputs of shape \(6, 3\).*yes/no"):
+        predict(model, q, (x, y[:, 0]), **options)
+
+
+def per_position(model, posterior, x, move):
+    """Mean and mutual information of the probabilities, the classes moved to the end by `move`."""
+    p = move(literal_outputs(model, posterior, x)).softmax(-1)
+    mean = p.mean(0)
+    entropy = -(mean * mean.log()).sum(-1)
+    return mean, entropy - (-(p * p.log()).sum(-1)).mean(0)
+
+
+class Tokens(nn.Module):
+    """(n, T) token numbers to (n, T, K) logits, or with the classes in dimension 1 as convolutions have them."""
+
+    def __init__(self, class_dim=2):
+        super().__init__()
+        self.embed, self.head, self.class_dim = nn.Embedding(10, D), nn.Linear(D, K), class_dim
+
+    def forward(self, ids):
+        return self.head(self.embed(ids).cumsum(1)).movedim(2, self.class_dim)
+
+
+class Pixels(nn.Module):
+    def __init__(self, outputs=K):
+        super().__init__()
+        self.layer = nn.Conv2d(1, outputs, 3, padding=1)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def tokens(n=4, length=7):
+    return torch.randint(10, (n, length), generator=torch.Generator().manual_seed(1))
+
+
+def positions(*shape, k=K):
+    return torch.randint(k, shape, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("vectorise", [True, False])
+@pytest.mark.parametrize("class_dim", [None, 2, -1, 1])
+def test_tokens(class_dim, vectorise):
+    model, x, y = seeded(lambda: Tokens(1 if class_dim == 1 else 2)), tokens(), positions(4, 7)
+    y[0, 4:] = -100
+    q = gaussian(model)
+    result = predict(model, q, (x, y), num_samples=5, class_dim=class_dim, vectorise=vectorise, batch_size=3)
+    mean, information = per_position(model, q, x, lambda f: f.movedim(2, 3) if class_dim == 1 else f)
+    torch.testing.assert_close(result.probs, mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result.mutual_information, information, rtol=1e-9, atol=1e-12)
+    assert result.entropy.shape == result.classes.shape == (4, 7)
+    assert torch.equal(result.labels, y)
+    assert len(result) == 4
+
+
+@pytest.mark.parametrize("vectorise", [True, False])
+def test_pixels(vectorise):
+    model, x, y = seeded(Pixels), images(4), positions(4, 6, 6)
+    q = gaussian(model)
+    result = predict(model, q, (x, y), num_samples=5, vectorise=vectorise)
+    mean, information = per_position(model, q, x, lambda f: f.movedim(2, -1))
+    torch.testing.assert_close(result.probs, mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result.mutual_information, information, rtol=1e-9, atol=1e-12)
+    assert torch.equal(result.labels, y)
+    last = predict(
+        model, q, (x, y), num_samples=5, class_dim=-1, forward=lambda model, x: model(x).movedim(1, -1), vectorise=False
+    )
+    torch.testing.assert_close(last.log_probs, result.log_probs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("channel", [True, False])
+def test_masks_of_two_classes(channel):
+    """One logit per pixel, and masks with or without a dimension for the channel."""
+    model, x, y = seeded(lambda: Pixels(1)), images(4), positions(4, 6, 6, k=2)
+    q = gaussian(model)
+    data = (x, y[:, None].float() if channel else y)
+    result = predict(model, q, data, num_samples=5, likelihood="bernoulli")
+    torch.testing.assert_close(result.probs[..., 1], literal_outputs(model, q, x)[:, :, 0].sigmoid().mean(0))
+    assert result.log_probs.shape == (4, 6, 6, 2)
+    assert torch.equal(result.labels, y)
+
+
+def test_labels_of_positions_that_do_not_fit():
+    model, x = seeded(Tokens), tokens()
+    q = gaussian(model)
+    calls = []
+
+    def forward(model, x):
+        calls.append(1)
+        return model(x)
+
+    def attempt(labels, **options):
+        calls.clear()
+        predict(model, q, (x, labels), num_samples=5, forward=forward, vectorise=False, **options)
+
+    with pytest.raises(ValueError, match=r"\(4, 3\) came with outputs of shape \(4, 7, 3\).*Write class_dim=1"):
+        attempt(positions(4, 3))
+    with pytest.raises(ValueError, match=r"labels must have shape \(4, 7\), one class number per position"):
+        attempt(positions(4, 6))
+    with pytest.raises(ValueError, match=r"must have shape \(4, 7\).*argmax"):
+        attempt(positions(4, 7, 3, k=2))
+    assert len(calls) == 1  # the first outputs show it
+    for bad in (0, 3, -3, 1.0):
+        with pytest.raises(ValueError, match=rf"class_dim={bad} must be the dimension of the classes.*from 1 to 2"):
+            attempt(positions(4, 7), class_dim=bad)
+    with pytest.raises(ValueError, match="class_dim=1 is only for"):
+        attempt(positions(4, 7), class_dim=1, likelihood="bernoulli")
+
+
+# ---------------------------------------------------------------- every sample
+
+
+@pytest.mark.parametrize(("vectorise", "chunk"), [(True, None), (True, 2), (False, None)])
+def test_kept_samples(vectorise, chunk):
+    model, x = seeded(Tokens), tokens()
+    q = gaussian(model)
+    options = {"num_samples": 5, "vectorise": vectorise, "chunk": chunk, "batch_size": 3}
+    result = predict(model, q, x, keep_samples=True, **options)
+    p = literal_outputs(model, q, x).softmax(-1)
+    torch.testing.assert_close(result.sample_probs, p, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result.sample_probs.mean(0), result.probs, rtol=1e-12, atol=1e-12)
+    without = predict(model, q, x, **options)
+    assert without.sample_log_probs is without.sample_probs is None
+    assert torch.equal(without.log_probs, result.log_probs)
+    mean = predict(model, q, x, keep_samples=True, num_samples=0)
+    assert torch.equal(mean.sample_log_probs, mean.log_probs[None])
+
+
+def test_kept_samples_of_regression():
+    model, x = seeded(lambda: mlp(2)), vectors(7)
+    q = gaussian(model)
+    options = {"num_samples": 5, "likelihood": "gaussian", "noise_std": 0.5, "batch_size": 3}
+    result = predict(model, q, x, keep_samples=True, **options)
+    torch.testing.assert_close(result.sample_means, literal_outputs(model, q, x), rtol=1e-12, atol=1e-12)
+    assert predict(model, q, x, **options).sample_means is None
 
 
 @pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
@@ -157,11 +295,13 @@ def test_regression_against_a_literal_transcription(outputs, vectorise, chunk):
     torch.testing.assert_close(result.epistemic_variance, f.var(0, correction=0).reshape(shape), **close)
     torch.testing.assert_close(result.variance, f.var(0, correction=0).reshape(shape) + 0.09, **close)
     torch.testing.assert_close(result.log_density, density, **close)
+    below = torch.distributions.Normal(f, 0.3).cdf(y).mean(0)
+    torch.testing.assert_close(result.cdf, below.reshape(shape), **close)
     assert torch.equal(result.targets, y.reshape(shape))
     assert (len(result), result.noise_std) == (13, 0.3)
 
     without = predict(model, q, x, vectorise=vectorise, chunk=chunk, **options)
-    assert without.targets is without.log_density is None
+    assert without.targets is without.log_density is without.cdf is None
     assert torch.equal(without.mean, result.mean)
 
 

@@ -190,6 +190,34 @@ def test_options_of_predict_are_handed_on():
     assert calibration.nll_before == pytest.approx(metrics.nll(predictions.log_probs, predictions.labels), abs=1e-12)
 
 
+def test_tokens_count_if_they_have_a_label():
+    """Examples of one token with a label each are the problem without tokens; the others change nothing."""
+    model, q, (x, y) = classification()
+    tokens, labels = x[:, None].repeat(1, 3, 1), torch.full((len(y), 3), -1)
+    labels[:, 1] = y
+    forward = {"forward": lambda model, inputs: model(inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])}
+    plain = bsam.calibrate(model, q, (x, y), num_samples=4)
+    found = bsam.calibrate(model, q, (tokens, labels), num_samples=4, ignore_index=-1, **forward)
+    assert found.nll == pytest.approx(plain.nll, abs=1e-12)
+    assert found.standard_error == pytest.approx(plain.standard_error, abs=1e-9)
+    assert found.table[0]["accuracy"] == plain.table[0]["accuracy"]
+    # Three equal labels in each example say no more than one: the error of the mean is not smaller.
+    thrice = bsam.calibrate(model, q, (tokens, y[:, None].repeat(1, 3)), num_samples=4, **forward)
+    assert thrice.nll == pytest.approx(plain.nll, abs=1e-12)
+    assert thrice.standard_error == pytest.approx(plain.standard_error, abs=1e-9)
+
+
+def test_classes_in_dimension_1():
+    model, q, (x, y) = classification()
+    data, labels = x[:, None].repeat(1, 2, 1), y[:, None].repeat(1, 2)
+
+    def forward(model, inputs):
+        return model(inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2]).movedim(2, 1)
+
+    found = bsam.calibrate(model, q, (data, labels), num_samples=4, class_dim=1, forward=forward)
+    assert found.nll == pytest.approx(bsam.calibrate(model, q, (x, y), num_samples=4).nll, abs=1e-12)
+
+
 # ---------------------------------------------------------------- the search
 
 

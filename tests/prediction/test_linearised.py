@@ -62,8 +62,25 @@ def test_regression_is_the_closed_form(vectorise):
     expected = -0.5 * (quadratic + torch.logdet(full) + 2 * math.log(2 * math.pi))
     torch.testing.assert_close(result.log_density, expected)
     assert torch.equal(result.targets, y)
+    marginal = torch.distributions.Normal(f, full.diagonal(dim1=1, dim2=2).sqrt())
+    torch.testing.assert_close(result.cdf, marginal.cdf(y))
     assert (result.num_samples, result.computed_by, result.noise_std) == (0, "linearised", 0.2)
     assert predict_linearised(model, posterior, x, **options).log_density is None
+
+
+def test_one_label_per_example():
+    """Curvatures of several labels are not computed: the errors say how to take one at a time."""
+    model, x = network(3), points()
+    with pytest.raises(ValueError, match=r"needs one logit.*multi-label.*forward=lambda model, inputs: model"):
+        predict_linearised(model, gaussian(model), x, likelihood="bernoulli")
+    with pytest.raises(ValueError, match=r"\(9, 3, 1\).*needs \(n, K\)"):
+        predict_linearised(model, gaussian(model), x, forward=lambda model, x: model(x)[..., None])
+
+
+def test_arrays():
+    model, x = network(3).float(), points()
+    results = (predict_linearised(model, gaussian(model), data) for data in (x.float(), x.numpy()))
+    torch.testing.assert_close(*(result.log_probs for result in results))
 
 
 def test_one_output_is_a_column_of_numbers():

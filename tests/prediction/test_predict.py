@@ -1,5 +1,6 @@
 """`predict`: kinds of data, what it refuses, and what it leaves unchanged."""
 
+import dataclasses
 import io
 import sys
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from bsam import metrics
 from bsam.posterior import DiagonalGaussian, PointMass
 from bsam.prediction import predict
 from tests.prediction.models import (
@@ -82,6 +84,13 @@ def test_kinds_of_data():
         "column of labels": [(x, y[:, None])],
         "labels as a list": [(x, y.tolist())],
         "float labels": (x, y.double()),
+        "arrays": (x.numpy(), y.numpy()),
+        "arrays of small numbers": (x.numpy(), y.numpy().astype("int8")),
+        "inputs and a list": (x, y.tolist()),
+        "batches of arrays": [(x[:3].numpy(), y[:3].numpy()), (x[3:].numpy(), y[3:].numpy())],
+        "a dictionary": {"input": x, "labels": y},
+        "a dictionary of arrays": {"input": x.numpy(), "labels": y.numpy()},
+        "a dictionary and labels": ({"input": x}, y),
     }
     for name, data in cases.items():
         result = predict(model, q, data, num_samples=3)
@@ -92,6 +101,75 @@ def test_kinds_of_data():
         result = predict(model, q, data, num_samples=3)
         assert result.labels is None
         assert_close(expected, result)
+
+
+def test_arrays_get_the_type_of_the_weights():
+    """NumPy's numbers are float64, and a network's weights are float32."""
+    model, x = seeded(mlp, torch.float32), vectors(10)
+    x.numpy().flags.writeable = False  # torch would warn of it
+    expected = predict(model, gaussian(model), x.float(), num_samples=3, recalibrate=x.float())
+    assert_close(expected, predict(model, gaussian(model), x.numpy(), num_samples=3, recalibrate=x.numpy()))
+    words = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, K))
+    ids = torch.randint(5, (6, 2))
+    assert_close(*(predict(words, gaussian(words), data, num_samples=3) for data in (ids, ids.numpy())))
+
+
+class Lengths(nn.Module):
+    """Logits of tokens, of a batch of any length."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, K)
+
+    def forward(self, input_ids, attention_mask=None):
+        return SimpleNamespace(logits=self.embed(input_ids))
+
+
+def test_batches_of_different_lengths_are_padded():
+    """As Hugging Face's collators have them: each batch is as long as its longest example."""
+    model = seeded(Lengths)
+    q = gaussian(model)
+    ids = [torch.randint(10, (2, length)) for length in (5, 3)]
+    labels = [torch.randint(K, i.shape) for i in ids]
+    batches = [
+        {"input_ids": i, "attention_mask": torch.ones_like(i), "labels": y} for i, y in zip(ids, labels, strict=True)
+    ]
+    result = predict(model, q, batches, num_samples=3, keep_samples=True, ignore_index=-1)
+    single = [predict(model, q, [batch], num_samples=3, keep_samples=True) for batch in batches]
+    assert result.log_probs.shape == (4, 5, K)
+    assert result.sample_log_probs.shape == (3, 4, 5, K)
+    assert torch.equal(result.labels[:2], labels[0])
+    assert torch.equal(result.labels[2:, :3], labels[1])
+    assert (result.labels[2:, 3:] == -1).all()
+    assert result.log_probs[2:, 3:].isnan().all()
+    assert_close(single[0], dataclasses.replace(result, **{n: getattr(result, n)[:2] for n in ROWS}, **NONE))
+    assert_close(single[1], dataclasses.replace(result, **{n: getattr(result, n)[2:, :3] for n in ROWS}, **NONE))
+    summary = metrics.summary(result, num_bootstrap=0)
+    assert summary.num_examples == 16
+    nll = [-s.log_probs.gather(-1, s.labels[..., None]).flatten() for s in single]
+    assert summary.nll == pytest.approx(float(torch.cat(nll).mean()))
+
+
+ROWS, NONE = ("log_probs", "mutual_information", "labels"), {"sample_log_probs": None}
+
+
+def test_batches_of_different_outputs_are_refused():
+    def forward(model, x):
+        return model(x)[:, : len(x)]
+
+    model = seeded(mlp)
+    with pytest.raises(ValueError, match=r"log_probs of batch 0 has shape \(3, 3\), of batch 1 \(2, 2\)"):
+        predict(model, gaussian(model), [vectors(3), vectors(2)], num_samples=2, forward=forward)
+    with pytest.raises(ValueError, match=r"mean of batch 0 has shape \(3, 3\), of batch 1 \(2, 2\)"):
+        predict(
+            model,
+            gaussian(model),
+            [vectors(3), vectors(2)],
+            num_samples=2,
+            forward=forward,
+            likelihood="gaussian",
+            noise_std=1.0,
+        )
 
 
 def test_data_is_read_once():
@@ -154,7 +232,15 @@ def test_forward_hook():
         (torch.zeros(0, D), ValueError, "data is empty"),
         ((torch.zeros(0, D), torch.zeros(0)), ValueError, "data is empty"),
         ((vectors(5), classes(4)), ValueError, "5 inputs and 4 labels"),
-        ({"input": vectors(5)}, TypeError, r"write \[data\]"),
+        ({"input": vectors(5), "other": vectors(4)}, TypeError, r"input: 5, other: 4.*write \[data\]"),
+        ({"name": "no tensor"}, TypeError, r"no tensors.*write \[data\]"),
+        (({"input": vectors(5)}, classes(4)), ValueError, "5 inputs and 4 labels"),
+        (vectors(0).numpy(), ValueError, "data is empty"),
+        (torch.tensor(1.0), ValueError, "data is a single number"),
+        (SimpleNamespace(to_numpy=lambda: None), TypeError, r"SimpleNamespace: write \.to_numpy\(\)"),
+        ((SimpleNamespace(to_numpy=lambda: None), classes(5)), TypeError, r"write \.to_numpy\(\)"),
+        ({"text": vectors(5)}, TypeError, r"dictionary of text, as keywords: .*Write forward="),
+        ([{"input": vectors(5), "index": classes(5)}], TypeError, "unexpected keyword argument 'index'"),
         (TensorDataset(vectors(5)), TypeError, "DataLoader"),
         (3, TypeError, "data is of type int"),
         ([(vectors(5), classes(5)), vectors(5)], ValueError, "batch 1 has no labels, unlike earlier batches"),
@@ -186,6 +272,7 @@ def test_data_that_is_refused(data, error, message):
         ({"likelihood": "gaussian"}, "noise_std=None must be"),
         ({"likelihood": "gaussian", "noise_std": 0.0}, "noise_std=0.0 must be"),
         ({"noise_std": 1.0}, "leave it out"),
+        ({"ignore_index": 0.5}, "ignore_index=0.5"),
     ],
 )
 def test_options_that_are_refused(options, message):

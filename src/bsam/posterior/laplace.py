@@ -26,11 +26,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bsam.batches import batches_of, inputs_and_labels, moved
+from bsam.batches import as_tensor, batches_of, inputs_and_labels, moved
 from bsam.gradients import PerExample, output_sums
 from bsam.interrupts import deferred, reading
 from bsam.likelihood import check_likelihood, check_outputs, hessian_root, negative_log_likelihood
-from bsam.modules import Forward, OutputModel, differentiable, evaluating, named_parameters
+from bsam.modules import Forward, OutputModel, differentiable, evaluating, floating_type, named_parameters
 from bsam.posterior.diagonal import DiagonalGaussian
 
 __all__ = ["laplace"]
@@ -61,7 +61,7 @@ def laplace(
 
     Args:
         model: The model, trained with the mean loss of the likelihood and weight decay prior_precision / num_data.
-        likelihood: The likelihood of its outputs, as for `bsam.predict`.
+        likelihood: The likelihood of its outputs, as for `bsam.predict`, with one label per example.
         data: All training data, as for `bsam.predict`: the precision is a sum over the examples.
         prior_precision: Precision of the Gaussian prior on the weights.
         noise_std: Standard deviation of the targets around the true output, for `"gaussian"`.
@@ -93,7 +93,7 @@ def laplace(
         diagonal_of = _ggn(weights, net, likelihood, noise_std, vectorise)
 
     diagonal = [torch.zeros_like(p, dtype=torch.float64) for p in weights]
-    num_batches = 0
+    num_batches, device, dtype = 0, weights[0].device, floating_type(model)
     with (
         deferred(),
         torch.no_grad(),
@@ -103,7 +103,7 @@ def laplace(
     ):
         for batch in reading(batches_of(data, batch_size)):
             inputs, labels = inputs_and_labels(batch)
-            for total, part in zip(diagonal, diagonal_of(moved(inputs, weights[0].device), labels), strict=True):
+            for total, part in zip(diagonal, diagonal_of(moved(inputs, device, dtype), labels), strict=True):
                 total.add_(part)
             num_batches += 1
     if not num_batches:
@@ -148,7 +148,7 @@ def _hessian(weights: Sequence[Tensor], net: nn.Module, likelihood: str, noise_s
             raise ValueError("curvature='hessian' depends on the labels, and a batch has none: give (inputs, labels).")
         outputs: Tensor = net(inputs)
         check_outputs(likelihood, tuple(outputs.shape))
-        loss = negative_log_likelihood(likelihood, outputs.reshape(len(outputs), -1), labels, noise_std)
+        loss = negative_log_likelihood(likelihood, outputs.reshape(len(outputs), -1), as_tensor(labels), noise_std)
         gradients = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
         return [_second_derivatives(p, gradient) for p, gradient in zip(weights, gradients, strict=True)]
 

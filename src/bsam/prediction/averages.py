@@ -11,13 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bsam.likelihood import check_likelihood, check_outputs
+from bsam.batches import as_tensor
+from bsam.likelihood import check_likelihood, check_outputs, class_dimension
 from bsam.prediction.results import entropy
 
-__all__ = ["LOG_PROBS", "Average", "ClassAverage", "average_for", "one_output", "targets_like"]
-
-_LOG_ZERO = torch.tensor(-math.inf, device="cpu")
-"""The logarithm of an empty sum: a tensor without dimensions, so that it combines with any type."""
+__all__ = ["Average", "ClassAverage", "average_for", "one_output", "targets_like"]
 
 
 class Average(Protocol):
@@ -31,12 +29,22 @@ class Average(Protocol):
 
 
 class ClassAverage:
-    """The mean of probabilities over samples, for one batch, in log space, chunk by chunk."""
+    """The mean of probabilities over samples, for one batch, in log space, chunk by chunk.
 
-    def __init__(self, log_probs: Callable[[Tensor], Tensor], labels: Any) -> None:
-        self._log_probs = log_probs
-        self._labels = labels
-        self._log_sum = _LOG_ZERO
+    Args:
+        likelihood: `"categorical"` or `"bernoulli"`.
+        labels: The labels of the batch, or None. They are checked against the first outputs.
+        class_dim: The dimension of the outputs (n, ...) that has the classes, see `class_dimension`.
+        keep_samples: Whether to return the log-probabilities of each sample too.
+    """
+
+    def __init__(
+        self, likelihood: str, labels: Any, *, class_dim: int | None = None, keep_samples: bool = False
+    ) -> None:
+        self._likelihood, self._class_dim = likelihood, class_dim
+        self._labels = None if labels is None else as_tensor(labels).detach().cpu()
+        self._samples: list[Tensor] | None = [] if keep_samples else None
+        self._log_sum: Tensor | None = None
         self._entropy_sum: Tensor | float = 0.0
         self._total = 0.0  # of the weights
 
@@ -46,68 +54,100 @@ class ClassAverage:
         Each sample has weight 1, or `weights` (samples, n), which sum to 1 for each example.
         """
         log_p = self._log_probs(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
+        if self._log_sum is None and self._labels is not None:
+            self._labels = _class_labels(self._labels, log_p[0], tuple(outputs.shape[1:]), self._likelihood)
+        if self._samples is not None:
+            self._samples.append(log_p.cpu())
         entropies = entropy(log_p)
         if weights is not None:
             log_p, entropies = log_p + weights.log()[..., None], weights * entropies
-        self._log_sum = torch.logaddexp(self._log_sum.to(log_p.device), log_p.logsumexp(dim=0))
+        log_sum = log_p.logsumexp(dim=0)
+        self._log_sum = log_sum if self._log_sum is None else torch.logaddexp(self._log_sum, log_sum)
         self._entropy_sum = self._entropy_sum + entropies.sum(dim=0)
         self._total += len(outputs) if weights is None else 1
 
     def columns(self) -> dict[str, Tensor | None]:
         """Return the columns of `Predictions`."""
+        assert self._log_sum is not None
         log_probs = self._log_sum - math.log(self._total)
         information = entropy(log_probs) - self._entropy_sum / self._total
-        labels = None if self._labels is None else _class_labels(self._labels, len(log_probs))
-        # Rounding may take the mutual information below 0.
-        return {"log_probs": log_probs, "mutual_information": information.clamp(min=0), "labels": labels}
+        return {
+            "log_probs": log_probs,
+            "mutual_information": information.clamp(min=0),  # rounding may take it below 0
+            "labels": self._labels,
+            "sample_log_probs": None if self._samples is None else torch.cat(self._samples).movedim(0, 1),
+        }
+
+    def _log_probs(self, outputs: Tensor) -> Tensor:
+        """Map logits (samples, n, ...) to log-probabilities, with the classes in the last dimension."""
+        if self._likelihood == "categorical":
+            dim = class_dimension(tuple(outputs.shape[1:]), self._class_dim)
+            return outputs.movedim(1 + dim, -1).log_softmax(dim=-1)
+        logit = one_output(outputs)  # of class 1, the other has the logit 0
+        return torch.stack([F.logsigmoid(-logit), F.logsigmoid(logit)], dim=-1)
 
 
-def _categorical(outputs: Tensor) -> Tensor:
-    """Map logits (samples, n, K) to log-probabilities."""
-    check_outputs("categorical", tuple(outputs.shape[1:]))
-    return outputs.log_softmax(dim=-1)
-
-
-def _bernoulli(outputs: Tensor) -> Tensor:
-    """Map logits (samples, n) of class 1 to log-probabilities of both classes."""
-    check_outputs("bernoulli", tuple(outputs.shape[1:]))
-    logit = one_output(outputs)
-    return torch.stack([F.logsigmoid(-logit), F.logsigmoid(logit)], dim=-1)
-
-
-LOG_PROBS = {"categorical": _categorical, "bernoulli": _bernoulli}
-
-
-def _class_labels(labels: Any, n: int) -> Tensor:
-    given = torch.as_tensor(labels).detach().cpu()
-    flat = given.squeeze(1) if given.shape == (n, 1) else given
-    if flat.shape != (n,):
-        raise ValueError(
-            f"labels of shape {tuple(given.shape)} came with outputs for {n} examples: labels must have shape ({n},), "
-            "one class number per example. Write one_hot.argmax(dim=1) if each row has a single 1. If rows may have "
-            'several (multi-label), predict one label at a time with likelihood="bernoulli", '
-            "forward=lambda model, inputs: model(inputs)[:, 0] and labels[:, 0]."
-        )
+def _class_labels(labels: Tensor, log_probs: Tensor, outputs: tuple[int, ...], likelihood: str) -> Tensor:
+    """Return the labels as whole numbers; raise unless there is one for each row of log_probs (n, ..., K)."""
+    wanted = tuple(log_probs.shape[:-1])
+    given = tuple(labels.shape)
+    flat = labels.squeeze(1) if given == (wanted[0], 1, *wanted[1:]) else labels
+    if flat.shape != wanted:
+        raise ValueError(_why_not(given, wanted, outputs, likelihood))
     whole = flat.long()
     if not torch.equal(whole.to(flat.dtype), flat):
         raise ValueError(f"labels must be class numbers 0, 1, ..., not {flat[whole != flat][0].item()}.")
     return whole
 
 
-class GaussianAverage:
-    """Mean and variance of the outputs over samples, for one batch, and the density of the targets."""
+def _why_not(given: tuple[int, ...], wanted: tuple[int, ...], outputs: tuple[int, ...], likelihood: str) -> str:
+    """Say why labels of shape `given` do not go with outputs, and what to write."""
+    n = outputs[0]
+    if likelihood == "bernoulli":
+        return (
+            f'labels of shape {given} came with outputs of shape {outputs}: with likelihood="bernoulli" each output '
+            f"answers a yes/no question of its own, so labels must have shape {wanted}, of 0 and 1. Write "
+            'likelihood="categorical" if each example has one of K classes.'
+        )
+    if len(wanted) == 1:
+        return (
+            f"labels of shape {given} came with outputs for {n} examples: labels must have shape ({n},), "
+            "one class number per example. Write one_hot.argmax(dim=1) if each row has a single 1. If rows may have "
+            'several (multi-label), write likelihood="bernoulli".'
+        )
+    said = f"labels of shape {given} came with outputs of shape {outputs}: labels must have shape {wanted}"
+    others = [dim for dim in range(1, len(outputs)) if (*outputs[:dim], *outputs[dim + 1 :]) == given]
+    if others:
+        return f"{said} if the classes are in the default dimension. Write class_dim={others[0]} to say where they are."
+    return f"{said}, one class number per position. Write one_hot.argmax(dim=...) over the classes if they are one-hot."
 
-    def __init__(self, noise_std: float, targets: Any) -> None:
+
+class GaussianAverage:
+    """Mean and variance of the outputs over samples, for one batch, and the density of the targets.
+
+    Args:
+        noise_std: Standard deviation of the targets around the outputs.
+        targets: The targets of the batch, or None. They are checked against the first outputs.
+        keep_samples: Whether to return the outputs of each sample too.
+    """
+
+    def __init__(self, noise_std: float, targets: Any, *, keep_samples: bool = False) -> None:
         self._noise_std = noise_std
-        self._targets: Tensor | None = None if targets is None else torch.as_tensor(targets).detach()
+        self._targets: Tensor | None = None if targets is None else as_tensor(targets).detach()
+        self._samples: list[Tensor] | None = [] if keep_samples else None
         self._mean: Tensor | float = 0.0
         self._squares: Tensor | float = 0.0  # sum of squared distances from the mean
-        self._log_sum = _LOG_ZERO
+        self._log_sum: Tensor | None = None
+        self._below: Tensor | float = 0.0  # sum of the probabilities of a smaller target
         self._count = 0
 
     def add(self, outputs: Tensor) -> None:
         check_outputs("gaussian", tuple(outputs.shape[1:]))
         f = one_output(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
+        if self._targets is not None and self._count == 0:
+            self._targets = targets_like(self._targets, f[0])
+        if self._samples is not None:
+            self._samples.append(f.cpu())
         count, total = len(f), self._count + len(f)
         mean, squares = f.mean(dim=0), f.var(dim=0, correction=0) * count
         shift = mean - self._mean  # Chan et al. (1983): merge two sets of samples
@@ -115,24 +155,26 @@ class GaussianAverage:
         self._squares = self._squares + squares + shift.square() * (self._count * count / total)
         self._count = total
         if self._targets is not None:
-            self._targets = y = targets_like(self._targets, f[0])
-            z = (y - f) / self._noise_std
+            z = (self._targets - f) / self._noise_std
             log_p = -0.5 * z.square() - math.log(self._noise_std) - 0.5 * math.log(2 * math.pi)
-            log_p = log_p.sum(dim=2) if log_p.ndim == 3 else log_p
-            self._log_sum = torch.logaddexp(self._log_sum.to(log_p.device), log_p.logsumexp(dim=0))
+            log_sum = (log_p.sum(dim=2) if log_p.ndim == 3 else log_p).logsumexp(dim=0)
+            self._log_sum = log_sum if self._log_sum is None else torch.logaddexp(self._log_sum, log_sum)
+            self._below = self._below + torch.special.ndtr(z).sum(dim=0)
 
     def columns(self) -> dict[str, Tensor | None]:
         return {
             "mean": torch.as_tensor(self._mean),
             "epistemic_variance": torch.as_tensor(self._squares / self._count),
             "targets": self._targets,
-            "log_density": None if self._targets is None else self._log_sum - math.log(self._count),
+            "log_density": None if self._log_sum is None else self._log_sum - math.log(self._count),
+            "cdf": None if self._log_sum is None else torch.as_tensor(self._below / self._count),
+            "sample_means": None if self._samples is None else torch.cat(self._samples).movedim(0, 1),
         }
 
 
 def one_output(outputs: Tensor) -> Tensor:
-    """Reshape (samples, n, 1) to (samples, n)."""
-    return outputs.squeeze(2) if outputs.ndim == 3 and outputs.shape[2] == 1 else outputs
+    """Drop a dimension of one output: reshape (samples, n, 1, ...) to (samples, n, ...)."""
+    return outputs.squeeze(2) if outputs.ndim >= 3 and outputs.shape[2] == 1 else outputs
 
 
 def targets_like(targets: Tensor, f: Tensor) -> Tensor:
@@ -144,10 +186,14 @@ def targets_like(targets: Tensor, f: Tensor) -> Tensor:
     return y
 
 
-def average_for(likelihood: str, noise_std: float | None) -> Callable[[Any], Average]:
+def average_for(
+    likelihood: str, noise_std: float | None, *, class_dim: int | None = None, keep_samples: bool = False
+) -> Callable[[Any], Average]:
     """Return a function that makes an empty average, given the labels of a batch."""
     check_likelihood(likelihood, noise_std)
+    if class_dim is not None and (likelihood != "categorical" or isinstance(class_dim, bool)):
+        raise ValueError(f'class_dim={class_dim!r} is only for likelihood="categorical", not {likelihood!r}.')
     if likelihood == "gaussian":
         assert noise_std is not None
-        return functools.partial(GaussianAverage, noise_std)
-    return functools.partial(ClassAverage, LOG_PROBS[likelihood])
+        return functools.partial(GaussianAverage, noise_std, keep_samples=keep_samples)
+    return functools.partial(ClassAverage, likelihood, class_dim=class_dim, keep_samples=keep_samples)

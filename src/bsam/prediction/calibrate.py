@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from bsam.batches import batches_of
@@ -41,7 +42,7 @@ class Calibration:
     temperature: float
     """What its variance was multiplied by."""
     nll: float
-    """Validation NLL with it, per example."""
+    """Validation NLL with it, per label; an example of tokens or pixels has several."""
     nll_before: float
     """Validation NLL of the posterior as it was given (temperature 1)."""
     nll_at_mean: float
@@ -95,6 +96,8 @@ def calibrate(
     *,
     likelihood: Literal["categorical", "bernoulli", "gaussian"] = "categorical",
     noise_std: float | None = None,
+    class_dim: int | None = None,
+    ignore_index: int = -100,
     num_samples: int = 32,
     seed: int = 0,
     temperatures: tuple[float, float] | None = None,
@@ -119,6 +122,8 @@ def calibrate(
             a posterior that is too narrow looks good, nor the test set, which would be no test afterwards.
         likelihood: As for `bsam.predict`.
         noise_std: As for `bsam.predict`.
+        class_dim: As for `bsam.predict`.
+        ignore_index: As for `bsam.predict`.
         num_samples: How many samples to average over. Choose with as many as you will predict with.
         seed: Seed of the samples.
         temperatures: The lowest and the highest temperature of the search, by default 1/1024 and 1024. The range is
@@ -158,6 +163,8 @@ def calibrate(
     options: dict[str, Any] = {
         "likelihood": likelihood,
         "noise_std": noise_std,
+        "class_dim": class_dim,
+        "ignore_index": ignore_index,
         "num_samples": num_samples,
         "seed": seed,
         "chunk": chunk,
@@ -169,16 +176,20 @@ def calibrate(
         "progress": progress,
     }
     rows: dict[float, dict[str, float]] = {}
-    by_example: dict[float, Tensor] = {}
+    sums: dict[float, Tensor] = {}  # the log-likelihood of each example, over its labels
+    counts = torch.ones(1)
 
     def nll_at(temperature: float) -> float:
+        nonlocal counts
         if temperature not in rows:
             predictions = predict(model, posterior.temper(temperature), data, **options)
-            by_example[temperature] = -_log_likelihood(predictions)
-            row = rows[temperature] = {"temperature": temperature, "nll": float(by_example[temperature].mean())}
+            sums[temperature], counts = _log_likelihood(predictions)
+            nll = -float(sums[temperature].sum() / counts.sum())
+            row = rows[temperature] = {"temperature": temperature, "nll": nll}
             if isinstance(predictions, Predictions):
                 assert predictions.labels is not None  # else there were no likelihood
-                row["accuracy"] = float((predictions.classes == predictions.labels).double().mean())
+                rated = predictions.labels != ignore_index
+                row["accuracy"] = float((predictions.classes == predictions.labels)[rated].double().mean())
         nll = rows[temperature]["nll"]
         return nll if math.isfinite(nll) else math.inf
 
@@ -194,7 +205,7 @@ def calibrate(
         nll=rows[best]["nll"],
         nll_before=rows[1.0]["nll"],
         nll_at_mean=rows[0.0]["nll"],
-        standard_error=_standard_error(by_example[best] - by_example[1.0]),
+        standard_error=_standard_error(sums[best] - sums[1.0], counts),
         table=tuple(rows[temperature] for temperature in sorted(rows)),
     )
 
@@ -230,21 +241,29 @@ def _checked_range(temperatures: tuple[float, float] | None) -> tuple[float, flo
     return min(low, 1.0), max(high, 1.0)
 
 
-def _log_likelihood(predictions: Predictions | GaussianPredictions) -> Tensor:
-    """The log-probability, or log-density, of each label, in float64."""
+def _log_likelihood(predictions: Predictions | GaussianPredictions) -> tuple[Tensor, Tensor]:
+    """Sum the log-probabilities, or log-densities, of the labels of each example, and count its labels, in float64."""
     labels = predictions.targets if isinstance(predictions, GaussianPredictions) else predictions.labels
     if labels is None:
         raise ValueError("the data has no labels to choose the width by: give (inputs, labels), or such batches.")
     if isinstance(predictions, GaussianPredictions):
         assert predictions.log_density is not None  # there are targets
-        return predictions.log_density.double()
-    num_classes = predictions.log_probs.shape[1]
-    wrong = labels[(labels < 0) | (labels >= num_classes)]
-    if len(wrong):
-        raise ValueError(f"labels must be class numbers 0 to {num_classes - 1}, not {int(wrong[0])}.")
-    return predictions.log_probs.double().gather(1, labels[:, None])[:, 0]
+        return predictions.log_density.double(), torch.ones(len(predictions), dtype=torch.float64)
+    num_classes, rated = predictions.log_probs.shape[-1], labels != predictions.ignore_index
+    wrong = labels[rated & ((labels < 0) | (labels >= num_classes))]
+    if len(wrong) or not bool(rated.any()):
+        found = int(wrong[0]) if len(wrong) else f"{predictions.ignore_index} everywhere, which is ignored"
+        raise ValueError(f"labels must be class numbers 0 to {num_classes - 1}, not {found}.")
+    log_p = predictions.log_probs.double().gather(-1, labels.where(rated, 0)[..., None])[..., 0].where(rated, 0.0)
+    return log_p.reshape(len(labels), -1).sum(dim=1), rated.double().reshape(len(labels), -1).sum(dim=1)
 
 
-def _standard_error(values: Tensor) -> float:
-    """Of the mean of independent values; NaN of a single one."""
-    return float(values.std(correction=0)) / math.sqrt(len(values) - 1) if len(values) > 1 else math.nan
+def _standard_error(sums: Tensor, counts: Tensor) -> float:
+    """Return the standard error of sum(sums) / sum(counts), over independent examples; NaN for a single one.
+
+    With one label per example it is that of a mean. Otherwise it is that of a ratio of two means: labels of one example
+    may be dependent.
+    """
+    n = len(sums)
+    rest = sums - counts * (sums.sum() / counts.sum())
+    return math.sqrt(float(rest.square().sum()) * n / (n - 1)) / float(counts.sum()) if n > 1 else math.nan

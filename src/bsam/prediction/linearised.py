@@ -19,12 +19,12 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from bsam.batches import batches_of, some_examples
+from bsam.batches import as_tensor, batches_of, some_examples
 from bsam.gradients import PerExample, chunk_size, output_sums
 from bsam.likelihood import check_likelihood, check_outputs
-from bsam.modules import Forward, OutputModel, differentiable, named_parameters
+from bsam.modules import Forward, OutputModel, differentiable, floating_type, named_parameters
 from bsam.posterior import DiagonalGaussian
-from bsam.prediction.averages import LOG_PROBS, ClassAverage, one_output, targets_like
+from bsam.prediction.averages import ClassAverage, one_output, targets_like
 from bsam.prediction.predict import at_mean, check_integer, collect, result_of
 from bsam.prediction.results import GaussianPredictions, Predictions
 
@@ -88,7 +88,7 @@ def predict_linearised(
         model: The model. It need not hold the weights of the posterior. Predictions are made on its device.
         posterior: The distribution of its weights.
         data: As for `bsam.predict`.
-        likelihood: As for `bsam.predict`.
+        likelihood: As for `bsam.predict`, with one label per example.
         noise_std: Standard deviation of the targets around the true output, for `"gaussian"`.
         num_samples: Number of samples of the outputs, for `"categorical"`.
         seed: Seed of these samples.
@@ -127,7 +127,7 @@ def predict_linearised(
                 columns = _sampled(f, covariance, labels, num_samples, seed)
             return {name: None if column is None else column.cpu() for name, column in columns.items()}
 
-        rows = collect(batches, device, columns_of)
+        rows = collect(batches, device, columns_of, dtype=floating_type(model))
     drawn = num_samples if likelihood == "categorical" else 0
     return result_of(rows, noise_std, num_samples=drawn, seed=seed, computed_by="linearised")
 
@@ -171,18 +171,19 @@ class _Outputs:
 
 def _regression(f: Tensor, covariance: Tensor, targets: Any, noise_std: float) -> dict[str, Tensor | None]:
     mean, variance = one_output(f[None])[0], one_output(covariance.diagonal(dim1=1, dim2=2)[None])[0]
-    columns = {"mean": mean, "epistemic_variance": variance, "targets": None, "log_density": None}
+    columns = {"mean": mean, "epistemic_variance": variance, "targets": None, "log_density": None, "cdf": None}
     if targets is not None:
-        y = targets_like(torch.as_tensor(targets).detach(), mean)
+        y = targets_like(as_tensor(targets).detach(), mean)
         noise = noise_std**2 * torch.eye(f.shape[1], device=f.device, dtype=f.dtype)
         predictive = torch.distributions.MultivariateNormal(f, covariance + noise)
         log_density: Tensor = predictive.log_prob(y.reshape(f.shape))  # type: ignore[no-untyped-call]
-        columns |= {"targets": y, "log_density": log_density}
+        cdf = torch.special.ndtr((y - mean) / (variance + noise_std**2).sqrt())
+        columns |= {"targets": y, "log_density": log_density, "cdf": cdf}
     return columns
 
 
 def _integrated(f: Tensor, variance: Tensor, labels: Any) -> dict[str, Tensor | None]:
-    average = ClassAverage(LOG_PROBS["bernoulli"], labels)
+    average = ClassAverage("bernoulli", labels)
     average.add(*_nodes(f, variance.sqrt()))
     return average.columns()
 
@@ -215,7 +216,7 @@ def _sampled(f: Tensor, covariance: Tensor, labels: Any, num_samples: int, seed:
     values, vectors = torch.linalg.eigh(covariance)  # a semi-definite matrix may have no Cholesky factor
     root = (vectors * values.clamp(min=0).sqrt()[:, None, :]) @ vectors.mT
     generator = torch.Generator().manual_seed(seed)
-    average = ClassAverage(LOG_PROBS["categorical"], labels)
+    average = ClassAverage("categorical", labels)
     for start in range(0, num_samples, _SAMPLES_AT_A_TIME):
         count = min(_SAMPLES_AT_A_TIME, num_samples - start)
         z = torch.randn(count, f.shape[1], generator=generator, dtype=torch.float64).to(f)

@@ -17,7 +17,7 @@ from bsam.batches import inputs_and_labels, map_tensors, moved
 from bsam.compiler.layers import our_layers
 from bsam.executor import Executor, quiet_vmap
 from bsam.interrupts import interruptible
-from bsam.modules import Forward, OutputModel, clean_names, named_parameters, running_statistics
+from bsam.modules import Forward, OutputModel, clean_names, floating_type, named_parameters, running_statistics
 from bsam.posterior.base import Posterior
 from bsam.prediction.averages import Average
 from bsam.torch_private import foreach_copy_, own_buffers
@@ -170,7 +170,7 @@ class Passes:
         buffers = {key: buffer for key, buffer in self._model.named_buffers() if id(buffer) in own}
 
         def run(batch: Any) -> None:
-            self._model(moved(inputs_and_labels(batch)[0], self._device))
+            self._model(moved(inputs_and_labels(batch)[0], self._device, floating_type(self._model)))
 
         if not self._parameters:
             recalibrate_batch_norm(self._model, data, forward=run)

@@ -20,9 +20,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import inspect
+import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Literal, overload
 
@@ -31,7 +33,7 @@ from torch import Tensor, nn
 
 from bsam.batches import batches_of, inputs_and_labels, moved
 from bsam.interrupts import deferred, reading
-from bsam.modules import Forward, evaluating, preserved
+from bsam.modules import Forward, evaluating, floating_type, preserved
 from bsam.posterior.base import Posterior
 from bsam.prediction.averages import average_for
 from bsam.prediction.passes import Passes
@@ -51,6 +53,9 @@ def predict(
     chunk: int | None = ...,
     batch_size: int = ...,
     likelihood: Literal["categorical", "bernoulli"] = ...,
+    class_dim: int | None = ...,
+    ignore_index: int = ...,
+    keep_samples: bool = ...,
     forward: Forward | None = ...,
     vectorise: bool | None = ...,
     recalibrate: Any = ...,
@@ -71,6 +76,7 @@ def predict(
     seed: int = ...,
     chunk: int | None = ...,
     batch_size: int = ...,
+    keep_samples: bool = ...,
     forward: Forward | None = ...,
     vectorise: bool | None = ...,
     recalibrate: Any = ...,
@@ -90,6 +96,9 @@ def predict(
     batch_size: int = 512,
     likelihood: Literal["categorical", "bernoulli", "gaussian"] = "categorical",
     noise_std: float | None = None,
+    class_dim: int | None = None,
+    ignore_index: int = -100,
+    keep_samples: bool = False,
     forward: Forward | None = None,
     vectorise: bool | None = None,
     recalibrate: Any = None,
@@ -105,10 +114,11 @@ def predict(
     Args:
         model: The model. It need not hold the weights of the posterior. Predictions are made on its device.
         posterior: The distribution of its weights.
-        data: A tensor of inputs, a tuple (inputs, labels) of tensors, or batches, such as a DataLoader or a generator.
-            It is read once. A batch is a tensor of inputs, (inputs, labels), (inputs,) or a dictionary whose
-            "labels" (or "label") are the labels. A dictionary of inputs becomes keyword arguments of the model, a
-            tuple or list becomes positional arguments.
+        data: A tensor of inputs, a tuple (inputs, labels) of tensors, a dictionary of tensors, or batches, such as a
+            DataLoader or a generator. It is read once. A batch is a tensor of inputs, (inputs, labels), (inputs,) or a
+            dictionary whose "labels" (or "label") are the labels. A dictionary of inputs becomes keyword arguments of
+            the model, a tuple or list becomes positional arguments. NumPy arrays may stand in the place of tensors;
+            arrays of real numbers get the type of the model's weights.
         num_samples: Number of samples; 0 predicts with the mean.
         seed: Seed of the samples.
         chunk: Number of samples in one vmapped pass, or held by a loop. It multiplies the memory for weights and
@@ -116,9 +126,16 @@ def predict(
             64 if compiled. Samples are drawn once if memory can hold all of them, or if `chunk` covers all of them;
             otherwise they are drawn again for each batch.
         batch_size: Largest batch when `data` is tensors, which are cut evenly.
-        likelihood: `"categorical"`: outputs are logits (n, K). `"bernoulli"`: logits (n,) or (n, 1) of class 1 of
-            two. `"gaussian"`: outputs (n,) or (n, D) are means of real targets.
+        likelihood: `"categorical"`: outputs are logits of K classes, (n, K), (n, T, K) for tokens, or (n, K, H, W) for
+            pixels. `"bernoulli"`: logits (n,) or (n, 1) of class 1 of two, or (n, ...) of several yes/no questions,
+            each with its own label (multi-label). `"gaussian"`: outputs (n,) or (n, D) are means of real targets.
         noise_std: Standard deviation of the targets around the true output, for `"gaussian"`.
+        class_dim: The dimension of the outputs that has the classes, for `"categorical"`. By default the last of
+            three dimensions, and dimension 1 of four or more. The result has the classes in the last dimension.
+        ignore_index: Labels with this number have no say in metrics, as in `torch.nn.functional.cross_entropy`. If the
+            batches have examples of different lengths, they are padded: predictions with NaN, labels with this number.
+        keep_samples: Also return the probabilities (or outputs) of each sample: `sample_log_probs` and `sample_probs`
+            (or `sample_means`). They take num_samples times the memory.
         forward: `forward(model, inputs)` runs the model, if `model(inputs)` is not the right call. Outputs that are not
             tensors must have `.logits` or `["logits"]`.
         vectorise: True: vmap, or an error. False: a loop. None: vmap on an accelerator, unless it fails or differs
@@ -144,7 +161,8 @@ def predict(
     if chunk is not None:
         check_integer("chunk", chunk, 1, "Write None to choose by memory.")
     check_integer("seed", seed, -(2**63))
-    start = average_for(likelihood, noise_std)
+    check_integer("ignore_index", ignore_index, -(2**63))
+    start = average_for(likelihood, noise_std, class_dim=class_dim, keep_samples=keep_samples)
     batches = batches_of(data, batch_size)
     calibration = None if recalibrate is None else batches_of(recalibrate, batch_size)
     if isinstance(calibration, Iterator):
@@ -164,12 +182,14 @@ def predict(
         )
 
         def average(inputs: Any, labels: Any) -> dict[str, Tensor | None]:
+            if forward is None:
+                _check_keywords(model, inputs)
             columns = passes.average(inputs, functools.partial(start, labels))
             advance()
             return columns
 
-        rows = collect(batches, device, average)
-    return result_of(rows, noise_std, num_samples=num_samples, seed=seed, computed_by=passes.computed_by)
+        rows = collect(batches, device, average, dtype=floating_type(model), ignore_index=ignore_index)
+    return result_of(rows, noise_std, ignore_index, num_samples=num_samples, seed=seed, computed_by=passes.computed_by)
 
 
 @contextlib.contextmanager
@@ -188,10 +208,36 @@ def at_mean(model: nn.Module, posterior: Posterior) -> Iterator[torch.device]:
         yield device
 
 
+def _check_keywords(model: nn.Module, inputs: Any) -> None:
+    """Raise if the inputs are a dictionary with other keys than the names of the model's arguments."""
+    if not isinstance(inputs, Mapping):
+        return
+    try:
+        inspect.signature(model.forward).bind(**inputs)
+    except TypeError as error:
+        raise TypeError(
+            f"the model cannot take the batch, a dictionary of {', '.join(inputs)}, as keywords: {error}. Write "
+            'forward=lambda model, inputs: model(inputs["..."]), or leave these keys out.'
+        ) from error
+
+
 def collect(
-    batches: Iterable[Any], device: torch.device, columns_of: Callable[[Any, Any], dict[str, Tensor | None]]
+    batches: Iterable[Any],
+    device: torch.device,
+    columns_of: Callable[[Any, Any], dict[str, Tensor | None]],
+    *,
+    dtype: torch.dtype | None = None,
+    ignore_index: int = -100,
 ) -> dict[str, Tensor | None]:
-    """Concatenate the columns that `columns_of(inputs, labels)` returns for each batch."""
+    """Concatenate the columns that `columns_of(inputs, labels)` returns for each batch.
+
+    Args:
+        batches: The batches.
+        device: Where the inputs are moved to.
+        columns_of: Returns tensors with one row per example.
+        dtype: The type of inputs that are arrays of real numbers.
+        ignore_index: What labels are padded with.
+    """
     columns: list[dict[str, Tensor | None]] = []
     labelled: bool | None = None
     for i, batch in enumerate(reading(batches)):
@@ -199,20 +245,49 @@ def collect(
         if labelled is not None and labelled != (labels is not None):
             raise ValueError(f"batch {i} has {'no ' if labelled else ''}labels, unlike earlier batches: all or none.")
         labelled = labels is not None
-        columns.append(columns_of(moved(inputs, device), labels))
+        columns.append(columns_of(moved(inputs, device, dtype), labels))
     if not columns:
         raise ValueError("data has no batches: there is nothing to predict. Was it a generator that was read before?")
+    _check_same_outputs(columns)
     rows: dict[str, Tensor | None] = {}
     for name in columns[0]:
         parts = [part for batch in columns if (part := batch[name]) is not None]
-        rows[name] = torch.cat(parts) if parts else None
+        rows[name] = _concatenate(parts, ignore_index) if parts else None
     return rows
 
 
-def result_of(rows: dict[str, Any], noise_std: float | None, **settings: Any) -> Predictions | GaussianPredictions:
+def _check_same_outputs(columns: list[dict[str, Tensor | None]]) -> None:
+    """Raise unless all batches have the same number of classes or outputs; classes may have more or fewer positions."""
+    name = "log_probs" if "log_probs" in columns[0] else "mean"
+    shapes = [tuple(part.shape) for batch in columns if (part := batch[name]) is not None]
+    fixed = {(len(shape), shape[-1]) if name == "log_probs" else shape[1:] for shape in shapes}
+    if len(fixed) > 1:
+        other = next(i for i, shape in enumerate(shapes) if (len(shape), shape[1:]) != (len(shapes[0]), shapes[0][1:]))
+        raise ValueError(
+            f"the batches have different outputs: {name} of batch 0 has shape {shapes[0]}, of batch {other} "
+            f"{shapes[other]}. All examples must have the same number of classes or outputs."
+        )
+
+
+def _concatenate(parts: list[Tensor], ignore_index: int) -> Tensor:
+    """Concatenate tensors (n, ...). Those with fewer positions are padded by NaN, or by ignore_index if they count."""
+    longest = [max(lengths) for lengths in zip(*(part.shape[1:] for part in parts), strict=True)]
+    if all(list(part.shape[1:]) == longest for part in parts):
+        return torch.cat(parts)
+    filling = math.nan if parts[0].is_floating_point() else ignore_index
+    padded = [part.new_full((len(part), *longest), filling) for part in parts]
+    for whole, part in zip(padded, parts, strict=True):
+        whole[(slice(None), *map(slice, part.shape[1:]))] = part
+    return torch.cat(padded)
+
+
+def result_of(
+    rows: dict[str, Any], noise_std: float | None, ignore_index: int = -100, **settings: Any
+) -> Predictions | GaussianPredictions:
     """Make the result of `predict` from its columns; `noise_std` is None for classes."""
+    rows = {name: t.movedim(1, 0) if name.startswith("sample_") and t is not None else t for name, t in rows.items()}
     if noise_std is None:
-        return Predictions(**rows, **settings)
+        return Predictions(**rows, ignore_index=ignore_index, **settings)
     return GaussianPredictions(**rows, noise_std=float(noise_std), **settings)
 
 

@@ -27,7 +27,8 @@ class _Saved:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything into one safetensors file; a file at `path` is replaced completely or not at all."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        found = [(field, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
+        values = {field.name: value for field, value in found if isinstance(value, Tensor) or value != field.default}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         settings = {name: value for name, value in values.items() if name not in tensors}
         write_file(path, tensors, format="bsam.predictions", kind=self.kind, settings=settings)
@@ -42,57 +43,80 @@ class _Saved:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Predictions(_Saved):
-    """Probabilities of K classes for n examples, on the CPU; `bsam.metrics.summary` rates them."""
+    """Probabilities of K classes for n examples, on the CPU; `bsam.metrics.summary` rates them.
+
+    An example has one label, or one at each of several positions: T tokens, H x W pixels, or the questions of a
+    multi-label problem, each with two classes. The classes are always in the last dimension.
+    """
 
     log_probs: Tensor
-    """Logarithms of the averaged probabilities, (n, K)."""
+    """Logarithms of the averaged probabilities: (n, K), (n, T, K) for tokens, (n, H, W, K) for pixels, (n, L, 2) for L
+    questions. NaN at positions that only longer examples of other batches have."""
     mutual_information: Tensor
-    """Information of the weights about the label, in nats, (n,): epistemic uncertainty. 0 if the mean predicts."""
+    """Information of the weights about each label, in nats, (n, ...): epistemic uncertainty. 0 if the mean predicts."""
     labels: Tensor | None
-    """(n,), or None if the data had none."""
+    """(n, ...), or None if the data had none."""
     num_samples: int
     """0: none. The mean of the posterior predicted, or, if linearised, an integral replaced them."""
     seed: int
     computed_by: str = ""
     """`"vmap"`, `"loop"` (with the reason, if vmap failed), `"mean"` or `"linearised"`."""
+    ignore_index: int = -100
+    """The number of labels that are not rated: padding, or positions without a label."""
+    sample_log_probs: Tensor | None = None
+    """Logarithms of the probabilities of each sample, (num_samples, n, ..., K), if `keep_samples=True`. If no weight is
+    sampled, there is one: the mean's."""
 
     kind: ClassVar[str] = "classes"
 
     def __post_init__(self) -> None:
-        _check_shape("log_probs", self.log_probs, (-1, -1))
-        _check_shape("mutual_information", self.mutual_information, (len(self),))
+        shape = tuple(self.log_probs.shape) if isinstance(self.log_probs, Tensor) else ()
+        _check_shape("log_probs", self.log_probs, (-1,) * max(2, len(shape)))
+        _check_shape("mutual_information", self.mutual_information, shape[:-1])
         if self.labels is not None:
-            _check_shape("labels", self.labels, (len(self),))
+            _check_shape("labels", self.labels, shape[:-1])
+        if self.sample_log_probs is not None:
+            _check_shape("sample_log_probs", self.sample_log_probs, (-1, *shape))
 
     @property
     def probs(self) -> Tensor:
-        """The averaged probabilities, (n, K)."""
+        """The averaged probabilities, (n, ..., K). `probs[..., 1]` are those of yes, for yes/no questions."""
         return self.log_probs.exp()
 
     @property
     def classes(self) -> Tensor:
-        """The most probable class of each example, (n,)."""
-        return self.log_probs.argmax(dim=1)
+        """The most probable class of each label, (n, ...)."""
+        return self.log_probs.argmax(dim=-1)
 
     @property
     def entropy(self) -> Tensor:
-        """The entropy of the averaged probabilities, in nats, (n,): total uncertainty."""
+        """The entropy of the averaged probabilities, in nats, (n, ...): total uncertainty."""
         return entropy(self.log_probs)
+
+    @property
+    def sample_probs(self) -> Tensor | None:
+        """The probabilities of each sample, (num_samples, n, ..., K), if `keep_samples=True`."""
+        return None if self.sample_log_probs is None else self.sample_log_probs.exp()
 
     def __len__(self) -> int:
         return len(self.log_probs)
 
     def __repr__(self) -> str:
         labels = "no labels" if self.labels is None else "with labels"
+        positions = " x ".join(map(str, self.log_probs.shape[1:-1]))
         return (
-            f"Predictions({len(self)} examples, {self.log_probs.shape[1]} classes, {labels}, "
+            f"Predictions({len(self)} examples{f' of {positions} positions' if positions else ''}, "
+            f"{self.log_probs.shape[-1]} classes, {labels}, "
             f"num_samples={self.num_samples}, seed={self.seed}, computed_by={self.computed_by!r})"
         )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GaussianPredictions(_Saved):
-    """Real outputs for n examples, on the CPU; a model with one output, (n,) or (n, 1), gives (n,)."""
+    """Real outputs for n examples, on the CPU; a model with one output, (n,) or (n, 1), gives (n,).
+
+    `bsam.metrics.summary` rates them.
+    """
 
     mean: Tensor
     """The average output, (n,) or (n, D)."""
@@ -110,13 +134,23 @@ class GaussianPredictions(_Saved):
     computed_by: str = ""
     """`"vmap"`, `"loop"` (with the reason, if vmap failed), `"mean"` or `"linearised"`."""
 
+    cdf: Tensor | None = None
+    """The predicted probability of a smaller target, of the shape of the targets: uniform between 0 and 1 if the
+    predictions are calibrated. None if there are no targets, or in a file of an earlier version."""
+    sample_means: Tensor | None = None
+    """The output of each sample, (num_samples, n) or (num_samples, n, D), if `keep_samples=True`. If no weight is
+    sampled, there is one: the mean's."""
+
     kind: ClassVar[str] = "gaussian"
 
     def __post_init__(self) -> None:
         _check_shape("mean", self.mean, (-1,) if isinstance(self.mean, Tensor) and self.mean.ndim == 1 else (-1, -1))
         _check_shape("epistemic_variance", self.epistemic_variance, tuple(self.mean.shape))
-        if self.targets is not None:
-            _check_shape("targets", self.targets, tuple(self.mean.shape))
+        for name in ("targets", "cdf"):
+            if getattr(self, name) is not None:
+                _check_shape(name, getattr(self, name), tuple(self.mean.shape))
+        if self.sample_means is not None:
+            _check_shape("sample_means", self.sample_means, (-1, *self.mean.shape))
         if self.log_density is not None:
             _check_shape("log_density", self.log_density, (len(self),))
 
