@@ -6,7 +6,15 @@ from bsam.batch_norm import recalibrate_batch_norm
 from bsam.engine import TrainStep
 from bsam.optim import ASAM, BSAM, IVON, SAM, SWAG, VOGN, Suggestion, suggest
 from bsam.posterior import DiagonalGaussian, LowRankGaussian, PointMass, Posterior, laplace, load_posterior
-from bsam.prediction import Calibration, GaussianPredictions, Predictions, calibrate, predict, predict_linearised
+from bsam.prediction import (
+    Calibration,
+    GaussianPredictions,
+    Predictions,
+    Predictor,
+    calibrate,
+    predict,
+    predict_linearised,
+)
 
 __all__ = [
     "ASAM",
@@ -22,6 +30,7 @@ __all__ = [
     "PointMass",
     "Posterior",
     "Predictions",
+    "Predictor",
     "Suggestion",
     "TrainStep",
     "calibrate",

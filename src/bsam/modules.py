@@ -30,9 +30,11 @@ __all__ = [
     "named_buffers",
     "named_parameters",
     "normalisation_layers",
+    "output_tensor",
     "preserved",
     "restored_on_failure",
     "running_statistics",
+    "unwrapped",
 ]
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -71,6 +73,17 @@ def named_buffers(model: nn.Module) -> dict[str, Tensor]:
     transient = {id(own_buffers(owner)[name]) for owner in model.modules() for name in transient_buffers(owner)}
     buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in transient}
     return {short: buffers[name] for name, short in clean_names(buffers).items()}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside of wrappers: DistributedDataParallel, DataParallel and `torch.compile`."""
+    while True:
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif "_orig_mod" in (inside := dict(model.named_children())):
+            model = inside["_orig_mod"]
+        else:
+            return model
 
 
 def floating_type(model: nn.Module) -> torch.dtype | None:
@@ -157,9 +170,15 @@ def restored_on_failure(*snapshots: Snapshot) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
-    """Restore the values of all parameters and buffers of `model` when the block ends, also after an exception."""
-    parameters = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+def preserved(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[None]:
+    """Restore the values of parameters and buffers of `model` when the block ends, also after an exception.
+
+    Args:
+        model: The model.
+        names: The clean names of the parameters that are restored; by default of all. All buffers are restored.
+    """
+    own = named_parameters(model)
+    parameters = [(own[name], own[name].detach().clone()) for name in (own if names is None else names)]
     buffers = BufferSnapshot(all_buffers(model))
     try:
         yield
@@ -244,15 +263,20 @@ class OutputModel(nn.Module):
         """Return the outputs, one row per example."""
         with interruptible():  # only here, because functional_call must finish writing into the module
             outputs = self.call(self.model, inputs)
-        if isinstance(outputs, Mapping) and "logits" in outputs:
-            outputs = outputs["logits"]
-        outputs = getattr(outputs, "logits", outputs)
-        if not isinstance(outputs, Tensor):
-            raise TypeError(
-                f"the model returned {type(outputs).__name__}: it must return a tensor, or an object with .logits. "
-                "Write forward=lambda model, inputs: ... that returns the tensor."
-            )
-        return outputs
+        return output_tensor(outputs)
+
+
+def output_tensor(outputs: Any) -> Tensor:
+    """Return the tensor that a model returned, or the logits of the object that it returned."""
+    if isinstance(outputs, Mapping) and "logits" in outputs:
+        outputs = outputs["logits"]
+    outputs = getattr(outputs, "logits", outputs)
+    if not isinstance(outputs, Tensor):
+        raise TypeError(
+            f"the model returned {type(outputs).__name__}: it must return a tensor, or an object with .logits. "
+            "Write forward=lambda model, inputs: ... that returns the tensor."
+        )
+    return outputs
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:

@@ -34,6 +34,7 @@ __all__ = [
     "pytree",
     "scaler_round",
     "scaler_stage",
+    "scan_stack",
     "trace_graph",
     "transient_buffers",
     "version_of",
@@ -83,6 +84,17 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 def mark_as_stepped(optimizer: Optimizer) -> None:
     """Tell schedulers that the optimizer has stepped: they warn if they step first."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def scan_stack(function: Callable[[list[Tensor]], Tensor], stacks: list[Tensor]) -> Tensor:
+    """Stack function([s[i] for s in stacks]) over all i: a loop in an exported program."""
+    from torch._higher_order_ops import scan
+
+    def step(carry: Tensor, slices: list[Tensor]) -> tuple[Tensor, Tensor]:
+        return carry.clone(), function(slices)
+
+    _, outputs = scan(step, stacks[0].new_zeros(()), stacks)
+    return outputs  # type: ignore[no-any-return]
 
 
 def trace_graph(function: Callable[..., Any], inputs: list[Tensor], table: dict[Any, Any]) -> GraphModule:

@@ -104,7 +104,7 @@ def watch_chunks(monkeypatch, too_large=lambda chunks: False):
 
     def watched(function):
         def run(stack):
-            chunks.append(len(stack["0.bias"]))
+            chunks.append(len(stack["model.0.bias"]))
             if too_large(chunks):
                 raise torch.OutOfMemoryError("no room")
             return vmap(function)(stack)

@@ -13,7 +13,8 @@ import math
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, Protocol, Self, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from bsam.files import Settings, naming, read_file, write_file
 from bsam.interrupts import Restored, deferred, interruptible
 from bsam.modules import clean_names, named_buffers, named_parameters, preserved
+from bsam.posterior.base_model import FrozenWeights, Rename, new_names
 
 __all__ = ["Posterior", "read_posterior"]
 
@@ -30,6 +32,9 @@ class Posterior(Protocol):
 
     All parameters of the model are in `mean`, also frozen ones; parameters that are not sampled have `std` 0. Do not
     change the tensors of a posterior: make a new posterior instead.
+
+    A posterior `without_frozen` parameters is one of the other parameters alone. It belongs to a base model, which
+    keeps its own frozen weights: they are neither copied nor written.
     """
 
     kind: ClassVar[str]
@@ -40,6 +45,10 @@ class Posterior(Protocol):
     """Marginal standard deviations, 0 where nothing is sampled."""
     buffers: dict[str, Tensor]
     """Buffers that belong to the weights, like BatchNorm's running statistics. A model's other buffers stay."""
+    frozen: frozenset[str] = frozenset()
+    """The parameters in `mean` that training did not change: `requires_grad` was False, and nothing is sampled."""
+    base: Mapping[str, FrozenWeights] = MappingProxyType({})
+    """The parameters of the model that are not in `mean`, of a posterior `without_frozen` parameters."""
 
     @abstractmethod
     def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
@@ -83,8 +92,52 @@ class Posterior(Protocol):
 
     @property
     def num_parameters(self) -> int:
-        """The number of weights of the model, sampled or not."""
+        """The number of weights in `mean`, sampled or not."""
         return sum(tensor.numel() for tensor in self.mean.values())
+
+    def without_frozen(self) -> Self:
+        """Return the posterior of the parameters that were trained; itself if none is known to be frozen.
+
+        A parameter is known to be frozen if the posterior was made from a model in which it needed no gradient, as the
+        optimizers, `laplace` and `from_model` do. All buffers stay, because training may have changed them.
+        """
+        if not self.frozen:
+            return self
+        if len(self.frozen) == len(self.mean):
+            raise ValueError(
+                "all parameters of the posterior are frozen, so that nothing would be left: make the posterior while "
+                "the trained parameters have requires_grad=True."
+            )
+        groups, settings = self._contents()
+        kept = {
+            group: {name: t for name, t in named.items() if group == "buffer" or name not in self.frozen}
+            for group, named in groups.items()
+        }
+        left = {name: FrozenWeights.of(self.mean[name]) for name in sorted(self.frozen)}
+        precision = settings.get("prior_precision")
+        if precision is not None:
+            settings["prior_precision"] = {name: p for name, p in precision.items() if name not in self.frozen}
+        settings |= {"frozen": [], "base": {**self.base, **left}}
+        return self._from_contents(kept, settings)
+
+    def renamed(self, rename: Rename) -> Self:
+        """Return the posterior with other names, for a model that is wrapped otherwise than in training.
+
+        The prefixes of `torch.compile` and DistributedDataParallel are left out of all names and need no renaming. With
+        the same seed the samples are the same if the new names sort as the old ones, as with a common prefix.
+
+        Args:
+            rename: A function of the old name, or a mapping from old prefixes to new ones, of which the first that fits
+                is taken: `{"model.": ""}` takes a prefix away, `{"": "model."}` adds one.
+        """
+        groups, settings = self._contents()
+        names = new_names(rename, {*self.mean, *self.base, *self.buffers})
+        renamed = {group: {names[name]: t for name, t in named.items()} for group, named in groups.items()}
+        if settings.get("prior_precision"):
+            settings["prior_precision"] = {names[name]: p for name, p in settings["prior_precision"].items()}
+        settings["frozen"] = [names[name] for name in self.frozen]
+        settings["base"] = {names[name]: weights for name, weights in self.base.items()}
+        return self._from_contents(renamed, settings)
 
     def to(self, device: torch.device | str) -> Self:
         """Return the posterior with all tensors on `device`; itself if they are there already."""
@@ -98,7 +151,8 @@ class Posterior(Protocol):
         """Write one sample, and the posterior's buffers, into `model` until the block ends.
 
         Weights and buffers are written in place. All weights and buffers of the model are restored, also after an
-        exception: changes inside the block are lost. Blocks can be nested: the outer sample returns when the inner
+        exception: changes inside the block are lost. (A posterior `without_frozen` parameters neither writes nor
+        restores those.) Blocks can be nested: the outer sample returns when the inner
         block ends. The optimizers of this package refuse a step inside.
         """
         return _Sampled(self, model, generator)
@@ -111,51 +165,85 @@ class Posterior(Protocol):
 
     def check_fits(self, model: nn.Module) -> None:
         """Raise a ValueError unless `model` has exactly the parameters, and at least the buffers, of the posterior."""
-        parameters, buffers = named_parameters(model), named_buffers(model)
-        wrong = {
-            "the posterior lacks": [name for name in parameters if name not in self.mean],
-            "the model lacks": [name for name in self.mean if name not in parameters]
-            + [f"buffer {name}" for name in self.buffers if name not in buffers],
-            "shapes differ:": [
-                f"{name} {tuple(tensors[name].shape)} in the posterior, {tuple(target.shape)} in the model"
-                for tensors, targets in ((self.mean, parameters), (self.buffers, buffers))
-                for name, target in targets.items()
-                if name in tensors and tensors[name].shape != target.shape
-            ],
-        }
-        if any(wrong.values()):
-            said = "; ".join(f"{what} {first_few(names)}" for what, names in wrong.items() if names)
+        check_tensors_fit("the posterior", {**self.mean, **self.base}, self.buffers, model)
+
+    def check_base(self, model: nn.Module) -> None:
+        """Raise a ValueError unless the frozen weights of `model` are those that the posterior was trained with.
+
+        Their sums are compared, so that weights in another precision are accepted.
+        """
+        self.check_fits(model)
+        parameters = named_parameters(model)
+        other = [name for name, weights in self.base.items() if not weights.are_those_of(parameters[name])]
+        if other:
             raise ValueError(
-                f"the posterior does not fit the model: {said}. Nothing was changed: use the model it was made for."
+                "the frozen weights of the model are not those that the posterior was trained with: "
+                f"{first_few(other)} differ. Load the weights of the base model first."
             )
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything into one safetensors file; a file at `path` is replaced completely or not at all."""
+    def save(self, path: str | os.PathLike[str], *, frozen: bool = True) -> None:
+        """Write everything into one safetensors file; a file at `path` is replaced completely or not at all.
+
+        Args:
+            path: The file.
+            frozen: False leaves out the parameters that training did not change, as `without_frozen` does: the
+                posterior of an adapter is about as small as the adapter. The file is then loaded for a base model that
+                has these parameters, `bsam.load_posterior(path, model=base)`.
+        """
+        if not frozen:
+            self.without_frozen().save(path)
+            return
         groups, settings = self._contents()
         tensors = {f"{group}/{name}": tensor for group, named in groups.items() for name, tensor in named.items()}
         write_file(path, tensors, format=_FORMAT, kind=self.kind, settings=settings)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file that `save` wrote, onto the CPU. `bsam.load_posterior` reads every kind."""
-        return read_posterior(path, (cls,))
+    def load(
+        cls, path: str | os.PathLike[str], *, model: nn.Module | None = None, rename: Rename | None = None
+    ) -> Self:
+        """Read a file that `save` wrote, onto the CPU. `bsam.load_posterior` has the same arguments for every kind."""
+        return read_posterior(path, (cls,), model, rename)
+
+    def _note_layout(
+        self, mean: Mapping[str, Tensor], frozen: Iterable[str] | None, base: Mapping[str, Any] | None
+    ) -> None:
+        """Set `base` and `frozen`, after `mean` and `std`, from the arguments of a constructor."""
+        self.base = {name: FrozenWeights.from_file(name, weights) for name, weights in (base or {}).items()}
+        names = clean_names([*mean, *self.base])
+        both = [name for name in self.base if name in self.mean]
+        if both:
+            raise ValueError(f"base has {first_few(both)}, which is in the mean.")
+        if frozen is None:
+            found = [n for n, t in mean.items() if isinstance(t, nn.Parameter) and not t.requires_grad]
+            self.frozen = frozenset(names[name] for name in found) - set(self.sampled_names)
+            return
+        self.frozen = frozenset(names.get(name, name) for name in frozen)
+        wrong = sorted(self.frozen - (set(self.mean) - set(self.sampled_names)))
+        if wrong:
+            raise ValueError(f"frozen has {first_few(wrong)}, which is not in the mean, or is sampled.")
+
+    def _layout_settings(self) -> Settings:
+        """Return what a file says of frozen parameters; nothing if there are none."""
+        settings: Settings = {"frozen": sorted(self.frozen)} if self.frozen else {}
+        return settings | ({"base": dict(self.base)} if self.base else {})
 
 
 # ------------------------------------------------------------------ tensors by name
 
 
-def copied(what: str, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """Return detached copies under clean names."""
+def copied(what: str, tensors: Mapping[str, Tensor] | None, others: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Return detached copies under clean names; `others` are names of tensors of the model that are not given."""
     tensors = tensors or {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{what}[{name!r}] is of type {type(tensor).__name__}: it must be a tensor.")
-    return {short: tensors[name].detach().clone() for name, short in clean_names(tensors).items()}
+    names = clean_names([*tensors, *(others or ())])
+    return {names[name]: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def copied_mean(mean: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return detached copies of a mean, which must be finite."""
-    result = copied("mean", mean)
+def copied_mean(mean: Mapping[str, Tensor], base: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Return detached copies of a mean, which must be finite; `base` has the names of parameters that are not in it."""
+    result = copied("mean", mean, base)
     bad = [name for name, tensor in result.items() if not tensor.isfinite().all()]
     if bad:
         raise ValueError(f"the mean of {first_few(bad)} is not finite everywhere: did training diverge?")
@@ -176,6 +264,40 @@ def check_same_layout(what: str, tensors: Mapping[str, Tensor], mean: Mapping[st
     if any(wrong.values()):
         said = "; ".join(f"{how} {first_few(names)}" for how, names in wrong.items() if names)
         raise ValueError(f"{what} must have the names and shapes of the mean; {said}.")
+
+
+class HasShape(Protocol):
+    """A tensor, or what is known of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+
+
+def check_tensors_fit(
+    what: str, weights: Mapping[str, HasShape], own_buffers: Mapping[str, HasShape], model: nn.Module
+) -> None:
+    """Raise a ValueError unless `model` has exactly these parameters, and at least these buffers."""
+    parameters, buffers = named_parameters(model), named_buffers(model)
+    wrong = {
+        f"{what} lacks": [name for name in parameters if name not in weights],
+        "the model lacks": [name for name in weights if name not in parameters]
+        + [f"buffer {name}" for name in own_buffers if name not in buffers],
+        "shapes differ:": [
+            f"{name} {tuple(tensors[name].shape)} in {what}, {tuple(target.shape)} in the model"
+            for tensors, targets in ((weights, parameters), (own_buffers, buffers))
+            for name, target in targets.items()
+            if name in tensors and tensors[name].shape != target.shape
+        ],
+    }
+    if any(wrong.values()):
+        said = "; ".join(f"{how} {first_few(names)}" for how, names in wrong.items() if names)
+        missing, unexpected, _ = wrong.values()
+        hint = " (If only prefixes differ, rename them: posterior.renamed({'old.': 'new.'}).)"
+        raise ValueError(
+            f"{what} does not fit the model: {said}. Nothing was changed: use the model it was made for."
+            f"{hint if missing and unexpected and what == 'the posterior' else ''}"
+        )
 
 
 def check_generator(generator: torch.Generator) -> None:
@@ -216,7 +338,7 @@ class _Sampled(Restored):
         self._posterior.check_fits(self._model)
         with interruptible():
             sample = self._posterior.sample(self._generator)
-        self._stack.enter_context(preserved(self._model))
+        self._stack.enter_context(preserved(self._model, self._posterior.mean))
         block = {id(parameter): parameter for parameter in self._model.parameters()}
         _blocks.append(block)  # tells optimizers that the model does not hold its own weights
         self._stack.callback(lambda: _blocks.__setitem__(slice(None), [b for b in _blocks if b is not block]))
@@ -247,8 +369,13 @@ _FORMAT = "bsam.posterior"
 AnyPosterior = TypeVar("AnyPosterior", bound=Posterior)
 
 
-def read_posterior(path: str | os.PathLike[str], classes: Iterable[type[AnyPosterior]]) -> AnyPosterior:
-    """Read a posterior of one of `classes`."""
+def read_posterior(
+    path: str | os.PathLike[str],
+    classes: Iterable[type[AnyPosterior]],
+    model: nn.Module | None = None,
+    rename: Rename | None = None,
+) -> AnyPosterior:
+    """Read a posterior of one of `classes`, with other names, and check that it fits a model."""
     by_kind = {cls.kind: cls for cls in classes}
     kind, tensors, settings = read_file(path, format=_FORMAT, kinds=by_kind)
     groups: dict[str, dict[str, Tensor]] = {}
@@ -256,4 +383,10 @@ def read_posterior(path: str | os.PathLike[str], classes: Iterable[type[AnyPoste
         group, _, name = key.partition("/")
         groups.setdefault(group, {})[name] = tensor
     with naming(path):
-        return by_kind[kind]._from_contents(groups, settings)
+        if not isinstance(settings.get("base", {}), dict):
+            raise TypeError("base must be a dictionary")
+        posterior = by_kind[kind]._from_contents(groups, settings)
+    posterior = posterior if rename is None else posterior.renamed(rename)
+    if model is not None:
+        posterior.check_base(model)
+    return posterior

@@ -14,7 +14,7 @@ each would add an infinite constant.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Self
 
 import torch
@@ -31,6 +31,7 @@ from bsam.posterior.base import (
     copied_mean,
     first_few,
 )
+from bsam.posterior.base_model import FrozenWeights
 from bsam.torch_private import foreach_add_, foreach_mul_
 
 __all__ = ["DiagonalGaussian"]
@@ -46,6 +47,9 @@ class DiagonalGaussian(Posterior):
         buffers: The buffers that belong to the mean, as in `model.named_buffers()`.
         prior_precision: Precision of the prior N(0, 1 / prior_precision): one number for all, or one number per name.
             Only `kl` needs it, and only for sampled parameters.
+        frozen: Names of parameters that training did not change, for `without_frozen`. By default those that are given
+            as `nn.Parameter` without `requires_grad`, and are not sampled.
+        base: What is known of further parameters of the model, by name, which are not part of this distribution.
 
     Examples:
         >>> model = nn.Linear(3, 2)
@@ -67,9 +71,11 @@ class DiagonalGaussian(Posterior):
         *,
         buffers: Mapping[str, Tensor] | None = None,
         prior_precision: float | Mapping[str, float] | None = None,
+        frozen: Iterable[str] | None = None,
+        base: Mapping[str, FrozenWeights] | None = None,
     ) -> None:
-        self.mean = copied_mean(mean)
-        self.std = copied("std", std)
+        self.mean = copied_mean(mean, base)
+        self.std = copied("std", std, base)
         self.buffers = copied("buffers", buffers)
         check_same_layout("std", self.std, self.mean)
         for name, mu in self.mean.items():
@@ -80,7 +86,9 @@ class DiagonalGaussian(Posterior):
         for name in self.sampled_names:
             if not self.mean[name].is_floating_point():
                 raise TypeError(f"{name} is {self.mean[name].dtype}: only floating point weights can have a std > 0.")
-        self.prior_precision = by_name(prior_precision, clean_names(mean))
+        self._note_layout(mean, frozen, base)
+        names = clean_names([*mean, *self.base])
+        self.prior_precision = by_name(prior_precision, {name: names[name] for name in mean})
 
     @classmethod
     def from_model(
@@ -179,6 +187,8 @@ class DiagonalGaussian(Posterior):
             {name: std * math.sqrt(temperature) for name, std in self.std.items()},
             buffers=self.buffers,
             prior_precision=self.prior_precision,
+            frozen=self.frozen,
+            base=self.base,
         )
 
     def _sampled_elements(self, name: str) -> tuple[Tensor, Tensor]:
@@ -188,7 +198,7 @@ class DiagonalGaussian(Posterior):
 
     def _contents(self) -> tuple[dict[str, dict[str, Tensor]], Settings]:
         groups = {"mean": self.mean, "std": self.std, "buffer": self.buffers}
-        return groups, {"prior_precision": self.prior_precision}
+        return groups, {"prior_precision": self.prior_precision, **self._layout_settings()}
 
     @classmethod
     def _from_contents(cls, groups: dict[str, dict[str, Tensor]], settings: Settings) -> Self:
@@ -197,6 +207,8 @@ class DiagonalGaussian(Posterior):
             groups.get("std", {}),
             buffers=groups.get("buffer", {}),
             prior_precision=settings["prior_precision"],
+            frozen=settings.get("frozen"),
+            base=settings.get("base"),
         )
 
     def __repr__(self) -> str:

@@ -6,7 +6,7 @@ It is the result of SGD, Adam and SAM, so that `bsam.predict`, files and reports
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Self
 
 import torch
@@ -22,6 +22,7 @@ from bsam.posterior.base import (
     copied,
     copied_mean,
 )
+from bsam.posterior.base_model import FrozenWeights
 
 __all__ = ["PointMass"]
 
@@ -32,6 +33,9 @@ class PointMass(Posterior):
     Args:
         mean: The weights by name, as in `model.named_parameters()`. They are copied.
         buffers: The buffers that belong to them, as in `model.named_buffers()`.
+        frozen: Names of parameters that training did not change, for `without_frozen`. By default those that are given
+            as `nn.Parameter` without `requires_grad`.
+        base: What is known of further parameters of the model, by name, which are not part of this distribution.
 
     Examples:
         >>> model = nn.Linear(3, 2)
@@ -41,11 +45,19 @@ class PointMass(Posterior):
 
     kind: ClassVar[str] = "point"
 
-    def __init__(self, mean: Mapping[str, Tensor], *, buffers: Mapping[str, Tensor] | None = None) -> None:
-        self.mean = copied_mean(mean)
+    def __init__(
+        self,
+        mean: Mapping[str, Tensor],
+        *,
+        buffers: Mapping[str, Tensor] | None = None,
+        frozen: Iterable[str] | None = None,
+        base: Mapping[str, FrozenWeights] | None = None,
+    ) -> None:
+        self.mean = copied_mean(mean, base)
         # Views of one number, to save the memory of a second set of weights.
         self.std = {name: torch.zeros((), device=m.device).expand(m.shape) for name, m in self.mean.items()}
         self.buffers = copied("buffers", buffers)
+        self._note_layout(mean, frozen, base)
 
     @classmethod
     def from_model(cls, model: nn.Module) -> Self:
@@ -77,11 +89,12 @@ class PointMass(Posterior):
         return self
 
     def _contents(self) -> tuple[dict[str, dict[str, Tensor]], Settings]:
-        return {"mean": self.mean, "buffer": self.buffers}, {}
+        return {"mean": self.mean, "buffer": self.buffers}, self._layout_settings()
 
     @classmethod
     def _from_contents(cls, groups: dict[str, dict[str, Tensor]], settings: Settings) -> Self:
-        return cls(groups.get("mean", {}), buffers=groups.get("buffer", {}))
+        layout = {"frozen": settings.get("frozen"), "base": settings.get("base")}
+        return cls(groups.get("mean", {}), buffers=groups.get("buffer", {}), **layout)
 
     def __repr__(self) -> str:
         return f"PointMass({self.num_parameters} parameters in {len(self.mean)} tensors)"

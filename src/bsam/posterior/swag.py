@@ -29,7 +29,7 @@ most K rows are large relative to L. The other rows are added together.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Self
 
 import torch
@@ -46,6 +46,7 @@ from bsam.posterior.base import (
     copied_mean,
     first_few,
 )
+from bsam.posterior.base_model import FrozenWeights
 from bsam.posterior.diagonal import by_name, check_prior
 
 __all__ = ["LowRankGaussian"]
@@ -65,6 +66,9 @@ class LowRankGaussian(Posterior):
         buffers: The buffers that belong to the mean, as in `model.named_buffers()`.
         prior_precision: Precision of the prior N(0, 1 / prior_precision): one number for all, or one number per name.
             Only `kl` needs it.
+        frozen: Names of parameters that training did not change, for `without_frozen`. By default those that are given
+            as `nn.Parameter` without `requires_grad`, and are not sampled.
+        base: What is known of further parameters of the model, by name, which are not part of this distribution.
 
     Examples:
         >>> mean = {"w": torch.zeros(3)}
@@ -83,13 +87,16 @@ class LowRankGaussian(Posterior):
         scale: float = 1.0,
         buffers: Mapping[str, Tensor] | None = None,
         prior_precision: float | Mapping[str, float] | None = None,
+        frozen: Iterable[str] | None = None,
+        base: Mapping[str, FrozenWeights] | None = None,
     ) -> None:
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not (math.isfinite(scale) and scale >= 0):
             raise ValueError(f"scale={scale!r} must be a finite number >= 0: it multiplies the covariance.")
-        self.mean = copied_mean(mean)
+        self.mean = copied_mean(mean, base)
         self.buffers = copied("buffers", buffers)
         self.scale = float(scale)
-        names = clean_names(mean)
+        all_names = clean_names([*mean, *(base or ())])
+        names = {name: all_names[name] for name in mean}
         self.prior_precision = by_name(prior_precision, names)
         unknown = [name for name in variance if name not in names]
         if unknown:
@@ -101,6 +108,7 @@ class LowRankGaussian(Posterior):
         for name in self.variance:
             self._convert(name)
         self.std = {name: self._marginal_std(name) for name in self.mean}
+        self._note_layout(mean, frozen, base)
 
     @property
     def rank(self) -> int:
@@ -240,7 +248,7 @@ class LowRankGaussian(Posterior):
             "deviation": self.deviations,
             "buffer": self.buffers,
         }
-        return groups, {"scale": self.scale, "prior_precision": self.prior_precision}
+        return groups, {"scale": self.scale, "prior_precision": self.prior_precision, **self._layout_settings()}
 
     @classmethod
     def _from_contents(cls, groups: dict[str, dict[str, Tensor]], settings: Settings) -> Self:
@@ -251,6 +259,8 @@ class LowRankGaussian(Posterior):
             scale=settings["scale"],
             buffers=groups.get("buffer", {}),
             prior_precision=settings["prior_precision"],
+            frozen=settings.get("frozen"),
+            base=settings.get("base"),
         )
 
     def __repr__(self) -> str:

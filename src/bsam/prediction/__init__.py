@@ -3,6 +3,15 @@
 from bsam.prediction.calibrate import Calibration, calibrate
 from bsam.prediction.linearised import predict_linearised
 from bsam.prediction.predict import predict
+from bsam.prediction.predictor import Predictor
 from bsam.prediction.results import GaussianPredictions, Predictions
 
-__all__ = ["Calibration", "GaussianPredictions", "Predictions", "calibrate", "predict", "predict_linearised"]
+__all__ = [
+    "Calibration",
+    "GaussianPredictions",
+    "Predictions",
+    "Predictor",
+    "calibrate",
+    "predict",
+    "predict_linearised",
+]

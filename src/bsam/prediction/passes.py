@@ -22,7 +22,7 @@ from bsam.posterior.base import Posterior
 from bsam.prediction.averages import Average
 from bsam.torch_private import foreach_copy_, own_buffers
 
-__all__ = ["Passes"]
+__all__ = ["Passes", "run_together"]
 
 _CPU_BYTES = 256 * 2**20
 """Largest memory of a chunk of samples on the CPU, unless `chunk` is given."""
@@ -186,15 +186,16 @@ class Passes:
         self._tensors |= buffers
         self._keys |= {key: key for key in buffers}
 
-    def _vmapped(self, stack: dict[str, Tensor], inputs: Any, fixed: dict[str, Tensor] | None = None) -> Tensor:
-        def run(weights: dict[str, Tensor]) -> Tensor:
-            handed = {self._keys[name]: w for name, w in weights.items()} | (fixed or {})
-            outputs: Tensor = functional_call(self._model, handed, (inputs,))
-            return outputs
+    def samples(self) -> dict[str, Tensor]:
+        """Draw all samples: stacked weights, and recalibrated statistics, by their names in the model."""
+        if not self._parameters:
+            return {}
+        stack = next(self._draw(self._num_samples))
+        return {self._keys[name].removeprefix("model."): values for name, values in stack.items()}
 
-        with our_layers(self._device) if _num_samples(stack) > 1 else nullcontext():
-            outputs: Tensor = quiet_vmap(run)(stack)
-        return outputs
+    def _vmapped(self, stack: dict[str, Tensor], inputs: Any, fixed: dict[str, Tensor] | None = None) -> Tensor:
+        handed = {self._keys[name]: weights for name, weights in stack.items()}
+        return run_together(self._model, handed, (inputs,), fixed)
 
     def _compiled(self, stack: dict[str, Tensor], inputs: Any) -> Tensor:
         """Run `_vmapped`, compiled for the shapes of this batch and kept for later calls with this model."""
@@ -246,6 +247,21 @@ class Passes:
         if not torch.allclose(handed.to(written.dtype), written, rtol=0, atol=tolerance * scale, equal_nan=True):
             raise RuntimeError("the model does not use the weights that torch.func.functional_call gives to it")
         self._checked = True
+
+
+def run_together(
+    network: nn.Module, stack: dict[str, Tensor], arguments: tuple[Any, ...], fixed: dict[str, Tensor] | None = None
+) -> Tensor:
+    """Run a network at all weights of a stack (samples, ...) by one vmapped pass, and return its stacked outputs."""
+
+    def run(weights: dict[str, Tensor]) -> Tensor:
+        outputs: Tensor = functional_call(network, weights | (fixed or {}), arguments)
+        return outputs
+
+    device = next(iter(stack.values())).device
+    with our_layers(device) if _num_samples(stack) > 1 else nullcontext():
+        outputs: Tensor = quiet_vmap(run)(stack)
+    return outputs
 
 
 class _Program:

@@ -201,7 +201,7 @@ def at_mean(model: nn.Module, posterior: Posterior) -> Iterator[torch.device]:
         deferred(),
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),  # a DataLoader draws its workers' seed from the global generator
-        preserved(model),
+        preserved(model, posterior.mean),
         evaluating(model),
     ):
         posterior.write_mean(model)
