@@ -22,11 +22,41 @@ from bsam.modules import (
     named_buffers,
     named_parameters,
     normalisation_layers,
+    output_tensor,
     preserved,
     restored_on_failure,
     running_statistics,
+    unwrapped,
 )
 from tests.posterior.kinds import make_net, same, snapshot
+
+
+def test_unwrapped():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0] = torch.compile(model[0], backend="eager")
+    for wrapped in (model, nn.DataParallel(model), torch.compile(nn.DataParallel(model), backend="eager")):
+        assert unwrapped(wrapped) is model
+    assert not isinstance(unwrapped(model[0]), type(model[0]))
+
+
+def test_the_tensor_of_outputs():
+    y = torch.ones(2)
+    for outputs in (y, {"logits": y, "loss": 0}, SimpleNamespace(logits=y)):
+        assert output_tensor(outputs) is y
+    for outputs in (None, (y,), {"scores": y}):
+        with pytest.raises(TypeError, match=r"it must return a tensor, or an object with \.logits"):
+            output_tensor(outputs)
+
+
+def test_some_parameters_are_preserved():
+    net = make_net()
+    before = snapshot(net)
+    with preserved(net, ["scale"]), torch.no_grad():
+        net.scale.add_(1)
+        net.frozen.bias.add_(1)
+        net.offset.add_(1)
+    after = snapshot(net)
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {"frozen.bias"}
 
 
 def test_the_type_of_inputs():

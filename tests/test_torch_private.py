@@ -22,6 +22,7 @@ from bsam.torch_private import (
     pytree,
     scaler_round,
     scaler_stage,
+    scan_stack,
     trace_graph,
     transient_buffers,
     version_of,
@@ -160,3 +161,14 @@ def test_what_a_scaler_has_done_with_the_gradients():
         scaler.update()
         optimizer.zero_grad()
     assert rounds[0] is not rounds[1]
+
+
+def test_a_loop_over_stacks_is_one_operator_of_an_exported_program():
+    class Loop(nn.Module):
+        def forward(self, x, a, b):
+            return scan_stack(lambda slices: x * slices[0] + slices[1], [a, b])
+
+    x, a, b = torch.ones(3), torch.arange(4.0), torch.arange(4.0) * 10
+    program = torch.export.export(Loop(), (x, a, b))
+    assert torch.equal(program.module()(x, a, b), (11 * a)[:, None].expand(4, 3))
+    assert sum(node.op == "call_function" and "scan" in str(node.target) for node in program.graph.nodes) == 1
