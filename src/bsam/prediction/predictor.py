@@ -2,33 +2,24 @@
 
 The samples are drawn once, as `bsam.predict` draws them: sample i is the i-th draw of a generator with the given seed.
 They are stored in stacks (num_samples, ...). Parameters that are points, and buffers, are stored once.
-
-An exported program contains the samples too. Stacked, it has the network once, in a loop over the samples
-(ONNX: `Scan`). Unrolled, it has the network num_samples times.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import inspect
-import io
-import logging
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
-from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 from torch.func import functional_call
 
 from bsam.batches import batches_of
 from bsam.executor import Executor
-from bsam.files import naming, read_file, replacing, write_file
+from bsam.files import naming, read_file, write_file
 from bsam.modules import (
     Forward,
     call_model,
@@ -39,16 +30,15 @@ from bsam.modules import (
 )
 from bsam.posterior.base import Posterior, check_tensors_fit
 from bsam.prediction.averages import average_for
+from bsam.prediction.exporting import export_program, write_onnx
 from bsam.prediction.passes import Passes, run_together
 from bsam.prediction.predict import at_mean, check_integer
 from bsam.prediction.results import entropy
-from bsam.torch_private import pytree, scan_stack
+from bsam.torch_private import scan_stack
 
 __all__ = ["Predictor"]
 
 _FORMAT, _KIND = "bsam.predictor", "ensemble"
-_MOST_ONNX_BYTES = 2**31 - 2**20
-"""Largest size of the weights in an ONNX file, which must be smaller than 2 GiB."""
 _SETTINGS = ("likelihood", "noise_std", "class_dim", "num_samples", "seed")
 
 
@@ -291,7 +281,7 @@ class Predictor(nn.Module):
                 check_integer(name, settings[name], 0 if name == "num_samples" else -(2**63))
             average_for(settings["likelihood"], settings["noise_std"], class_dim=settings["class_dim"])
             for name, stack in groups["sample"].items():
-                if stack.ndim == 0 or len(stack) != settings["num_samples"]:
+                if stack.ndim == 0 or not 0 < len(stack) == settings["num_samples"]:
                     raise ValueError(f"{name} has shape {tuple(stack.shape)}: its first dimension must be num_samples.")
         first = {name: stack[0] for name, stack in groups["sample"].items()}
         parameters = named_parameters(model)
@@ -324,17 +314,7 @@ class Predictor(nn.Module):
                 sample, which takes longer to export; layers before all sampled weights then run once in ONNX Runtime.
                 None: the loop, and unrolled where that is not possible.
         """
-        call = _Call(inputs)
-        shapes = call.free_batch() if dynamic_shapes == "batch" else dynamic_shapes
-        expected = call.run(self)
-        return _attempt(lambda unrolled: self._program(call, expected, shapes, unrolled), unroll)
-
-    def _program(self, call: _Call, expected: dict[str, Tensor], shapes: Any, unrolled: bool) -> ExportedProgram:
-        """Return the exported program, whose predictions must be as expected."""
-        module = _Exported(self, call, unrolled)
-        program = torch.export.export(module, call.arguments, call.keywords, dynamic_shapes=shapes)
-        _compare("torch.export", expected, call.run(program.module()))
-        return program
+        return export_program(self, inputs, dynamic_shapes, unroll)
 
     def to_onnx(
         self,
@@ -356,35 +336,11 @@ class Predictor(nn.Module):
             dynamic_shapes: As for `export`.
             unroll: As for `export`.
         """
-        try:
-            import onnxruntime
-            import onnxscript  # noqa: F401
-        except ImportError as error:
-            raise ImportError(f'to_onnx needs {error.name}, which is missing: pip install "bsam[export]"') from error
-        size = sum(tensor.numel() * tensor.element_size() for tensor in chain(self.parameters(), self.buffers()))
-        if size > _MOST_ONNX_BYTES:
-            raise ValueError(
-                f"the weights take {size / 2**30:.1f} GiB, and an ONNX file holds less than 2 GiB: use fewer samples, "
-                "or write torch.onnx.export(predictor.export(inputs), f=path, dynamo=True, external_data=True)."
-            )
-        call = _Call(inputs)
-        given = call.tensors()
-        shapes = call.free_batch() if dynamic_shapes == "batch" else dynamic_shapes
-        expected = call.run(self)
+        write_onnx(self, path, inputs, dynamic_shapes, unroll)
 
-        def write(unrolled: bool) -> None:
-            program = self._program(call, expected, shapes, unrolled)
-            onnx_program = torch.onnx.export(
-                program, dynamo=True, verbose=False, input_names=list(given), output_names=list(expected)
-            )
-            assert onnx_program is not None
-            with replacing(Path(path)) as temporary:
-                onnx_program.save(os.fspath(temporary), external_data=False)
-                session = onnxruntime.InferenceSession(os.fspath(temporary), providers=["CPUExecutionProvider"])
-                found = session.run(None, {name: tensor.cpu().numpy() for name, tensor in given.items()})
-                _compare("ONNX Runtime", expected, dict(zip(expected, map(torch.from_numpy, found), strict=True)))
-
-        _attempt(write, unroll)
+    def unrolled(self) -> nn.Module:
+        """Return a module that predicts the same with one network per sample, each with its own sampled weights."""
+        return _Unrolled(self) if self._stack() else self
 
 
 class _Network(nn.Module):
@@ -405,87 +361,16 @@ class _Network(nn.Module):
         return output_tensor((self.call or call_model)(self.model, tree))
 
 
-class _Call:
-    """The inputs of an exported program, which has an argument of a name for each of them.
+class _Unrolled(nn.Module):
+    """One network per sample. They share all parameters that are points."""
 
-    Args:
-        inputs: A tensor, a tuple of positional arguments, or a dictionary of keywords, as batches have them.
-    """
-
-    def __init__(self, inputs: Any) -> None:
-        self.arguments: tuple[Any, ...] = ()
-        self.keywords: dict[str, Any] = {}
-        if isinstance(inputs, Mapping):
-            self.keywords = self.named = dict(inputs)
-            return
-        self.arguments = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
-        names = ["input"] if len(self.arguments) == 1 else [f"input_{i}" for i in range(len(self.arguments))]
-        self.named = dict(zip(names, self.arguments, strict=True))
-
-    @property
-    def signature(self) -> inspect.Signature:
-        """The signature of a function with these arguments."""
-        kind = inspect.Parameter.KEYWORD_ONLY if self.keywords else inspect.Parameter.POSITIONAL_OR_KEYWORD
-        return inspect.Signature([inspect.Parameter(name, kind) for name in self.named])
-
-    def run(self, module: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Call a module with these inputs."""
-        with torch.no_grad():
-            return module(*self.arguments, **self.keywords)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the inputs by name; raise unless all are tensors, as in an ONNX file."""
-        for name, value in self.named.items():
-            if not isinstance(value, Tensor):
-                raise TypeError(
-                    f"{name} is of type {type(value).__name__}: the inputs of an ONNX file are tensors. Make the "
-                    "predictor with forward=lambda model, inputs: ... that makes other arguments."
-                )
-        return self.named
-
-    def free_batch(self) -> dict[str, Any]:
-        """Return the `dynamic_shapes` that leave the number of examples free."""
-        batch = Dim("batch")
-
-        def shape_of(value: Any) -> dict[int, Any] | None:
-            if not isinstance(value, Tensor) or value.ndim == 0:
-                return None
-            if len(value) < 2:
-                raise ValueError(
-                    "inputs has one example, from which torch.export cannot see which sizes are the number of "
-                    "examples: give two or more."
-                )
-            return {0: batch}
-
-        return {name: pytree.tree_map(shape_of, value) for name, value in self.named.items()}
-
-
-class _Exported(nn.Module):
-    """A predictor with the signature of a call: stacked, or unrolled into one network per sample."""
-
-    def __init__(self, predictor: Predictor, call: _Call, unrolled: bool) -> None:
+    def __init__(self, predictor: Predictor) -> None:
         super().__init__()
-        if unrolled and predictor._stack():
-            # Copies, because the stacks are not a part of the program.
-            self.members = nn.ModuleList(predictor._member(i, clone=True) for i in range(predictor.num_samples))
+        self._predictor = [predictor]  # in a list, so that its stacks are not a part of this module
+        self.members = nn.ModuleList(predictor._member(i, clone=True) for i in range(predictor.num_samples))
 
-            def forward(*inputs: Any, **keywords: Any) -> dict[str, Tensor]:
-                return predictor._average(torch.stack([member(inputs, keywords) for member in self.members]))
-
-        else:
-            self.predictor = predictor
-            forward = predictor.forward
-        self.forward = _with_signature(forward, call.signature)
-
-
-def _with_signature(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-    """Return the function with another signature: torch.export reads the names of the inputs there."""
-
-    def same(*inputs: Any, **keywords: Any) -> Any:
-        return function(*inputs, **keywords)
-
-    same.__signature__ = signature  # type: ignore[attr-defined]
-    return same
+    def forward(self, *inputs: Any, **keywords: Any) -> dict[str, Tensor]:
+        return self._predictor[0]._average(torch.stack([member(inputs, keywords) for member in self.members]))
 
 
 def _clean_names(model: nn.Module) -> dict[str, str]:
@@ -493,58 +378,3 @@ def _clean_names(model: nn.Module) -> dict[str, str]:
     clean = {id(tensor): name for name, tensor in chain(named_parameters(model).items(), named_buffers(model).items())}
     own = chain(model.named_parameters(), model.named_buffers())
     return {name: clean[id(tensor)] for name, tensor in own if id(tensor) in clean}
-
-
-Made = TypeVar("Made")
-
-
-def _attempt(make: Callable[[bool], Made], unroll: bool | None) -> Made:
-    """Return make(unrolled): stacked, and unrolled if that fails, or as `unroll` says."""
-    failures: dict[str, Exception] = {}
-    for unrolled in (False, True) if unroll is None else (unroll,):
-        try:
-            with _exporting():
-                return make(unrolled)
-        except OSError:  # of the disk, on which another program would not be written either
-            raise
-        except Exception as error:
-            failures["unrolled" if unrolled else "stacked"] = error
-    said = "; ".join(f"{how}: {_reason(error)}" for how, error in failures.items())
-    raise RuntimeError(
-        f"the predictor cannot be exported ({said}). Python code that depends on the values of tensors cannot be a "
-        "part of a program. If the number of examples is the reason, write dynamic_shapes=None to fix it."
-    ) from list(failures.values())[-1]
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of the error that began a chain of errors."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-@contextlib.contextmanager
-def _exporting() -> Iterator[None]:
-    """Export without gradients, without PyTorch's remarks, and without a fused kernel that ONNX does not have."""
-    logger, fused = logging.getLogger("torch"), torch.backends.mha.get_fastpath_enabled()
-    level = logger.level
-    try:
-        logger.setLevel(logging.CRITICAL)
-        torch.backends.mha.set_fastpath_enabled(False)
-        # It prints the graph of an attempt that fails.
-        with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-        torch.backends.mha.set_fastpath_enabled(fused)
-
-
-def _compare(where: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise if exported predictions are not those of the predictor."""
-    for name, tensor in expected.items():
-        a, b = tensor.detach().cpu().double(), found[name].detach().cpu().double()
-        scale = max(1.0, float(a.nan_to_num(0, 0, 0).abs().max()))
-        if not torch.allclose(a, b, rtol=0, atol=1e-3 * scale, equal_nan=True):
-            largest = float((a - b).abs().max())
-            raise RuntimeError(f"{where} gives other numbers: {name} differs by {largest:.3g}")
