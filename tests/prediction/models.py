@@ -1,11 +1,14 @@
 """Models, data and posteriors of the tests of predictions."""
 
+import pytest
 import torch
 from torch import nn
 
 from bsam.posterior import DiagonalGaussian
 
 D, K = 4, 3
+WITH_STATISTICS_OF_THE_MEAN = pytest.mark.filterwarnings("ignore:the running statistics of BatchNorm belong")
+"""For tests of a network with BatchNorm, in which its statistics do not matter."""
 
 
 def seeded(make, dtype=torch.float64, seed=0):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import bsam
 from bsam import metrics
 from bsam.posterior import DiagonalGaussian, LowRankGaussian, PointMass
+from tests.prediction.models import WITH_STATISTICS_OF_THE_MEAN
+
+pytestmark = WITH_STATISTICS_OF_THE_MEAN
 
 NOISE = 0.5
 
@@ -158,6 +162,17 @@ def test_bernoulli():
     assert "accuracy" in calibration.table[0]
     two = bsam.predict(one, calibration.posterior, (x, (y == 1).double()), likelihood="bernoulli")
     assert calibration.nll == metrics.nll(two.log_probs, two.labels)
+
+
+def test_statistics_of_the_mean_are_warned_of_once():
+    model, q, data = classification()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = bsam.calibrate(model, q, data, num_samples=2)
+    assert ["BatchNorm" in str(warning.message) for warning in caught] == [True]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert bsam.calibrate(model, q, data, num_samples=2, recalibrate=False).table == found.table
 
 
 def test_the_same_call_gives_the_same_answer():

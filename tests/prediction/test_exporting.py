@@ -13,8 +13,20 @@ from torch import nn
 
 from bsam.posterior import DiagonalGaussian, PointMass
 from bsam.prediction import Predictor, exporting
-from tests.prediction.models import Branching, D, Hoarder, K, gaussian, mlp, seeded, vectors
+from tests.prediction.models import (
+    WITH_STATISTICS_OF_THE_MEAN,
+    Branching,
+    D,
+    Hoarder,
+    K,
+    gaussian,
+    mlp,
+    seeded,
+    vectors,
+)
 from tests.prediction.test_predictor import CASES, Tokens, assert_same, expected, ids
+
+pytestmark = WITH_STATISTICS_OF_THE_MEAN
 
 
 class Recurrent(nn.Module):

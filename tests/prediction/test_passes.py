@@ -3,6 +3,7 @@
 import gc
 import math
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from bsam.prediction.averages import average_for
 from bsam.prediction.passes import _PROGRAMS, Passes
 from bsam.prediction.predict import at_mean, collect
 from tests.prediction.models import (
+    WITH_STATISTICS_OF_THE_MEAN,
     Branching,
     ConvNet,
     CustomFunction,
@@ -36,7 +38,7 @@ from tests.prediction.models import (
     vectors,
 )
 
-pytestmark = pytest.mark.usefixtures("_try_vmap")
+pytestmark = [pytest.mark.usefixtures("_try_vmap"), WITH_STATISTICS_OF_THE_MEAN]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
@@ -309,6 +311,30 @@ def test_recalibrated_statistics_are_those_of_each_sample(vectorise, chunk):
             model.train()
     torch.testing.assert_close(result.log_probs, torch.stack(outputs).softmax(-1).mean(0).log(), rtol=1e-9, atol=1e-9)
     assert not torch.allclose(result.log_probs, predict(model, q, x, num_samples=5).log_probs, atol=1e-3)
+
+
+def sampled(model, layer):
+    """A posterior of the weights of one layer."""
+    return DiagonalGaussian.from_model(model, {p: torch.full_like(p, 0.1) for p in layer.parameters()})
+
+
+def test_statistics_of_the_mean_are_warned_of():
+    """Only if samples change what BatchNorm sees, and nobody has said what to do with its statistics."""
+    model, x = seeded(ConvNet), images(6)
+    with pytest.warns(UserWarning, match=r"write recalibrate=train_loader .* or recalibrate=False") as caught:
+        result = predict(model, gaussian(model), x, num_samples=3)
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.warns(UserWarning, match="the running statistics of BatchNorm belong to the posterior's mean"):
+        predict(model, sampled(model, model.body[0]), x, num_samples=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_close(predict(model, gaussian(model), x, num_samples=3, recalibrate=False), result)
+        predict(model, gaussian(model), x, num_samples=3, recalibrate=images(8))
+        predict(model, gaussian(model), x, num_samples=0)
+        for after in (model.body[1], model.body[3], model.head):  # BatchNorm's own scale acts after its statistics
+            predict(model, sampled(model, after), x, num_samples=3)
+        model.body[1] = nn.BatchNorm2d(4, track_running_stats=False).double()
+        predict(model, gaussian(model), x, num_samples=3)
 
 
 def test_recalibration_at_the_mean_and_without_batch_norm():

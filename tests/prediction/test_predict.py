@@ -15,6 +15,7 @@ from bsam import metrics
 from bsam.posterior import DiagonalGaussian, PointMass
 from bsam.prediction import predict
 from tests.prediction.models import (
+    WITH_STATISTICS_OF_THE_MEAN,
     ConvNet,
     D,
     K,
@@ -32,7 +33,7 @@ from tests.prediction.models import (
 
 # ---------------------------------------------------------------- the definition
 
-pytestmark = pytest.mark.usefixtures("_try_vmap")
+pytestmark = [pytest.mark.usefixtures("_try_vmap"), WITH_STATISTICS_OF_THE_MEAN]
 
 
 def test_seeds():

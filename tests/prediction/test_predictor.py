@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from bsam.files import write_file
 from bsam.posterior import DiagonalGaussian, LowRankGaussian, PointMass
 from bsam.prediction import Predictor, predict
 from tests.prediction.models import (
+    WITH_STATISTICS_OF_THE_MEAN,
     Branching,
     ConvNet,
     D,
@@ -29,6 +31,8 @@ from tests.prediction.models import (
     state_of,
     vectors,
 )
+
+pytestmark = WITH_STATISTICS_OF_THE_MEAN
 
 
 class Tokens(nn.Module):
@@ -213,6 +217,17 @@ def test_recalibrated_statistics(num_samples, tmp_path):
     assert_same(Predictor(model, q, num_samples=num_samples, recalibrate=train, batch_size=16)(x), wanted, 1e-1)
     with pytest.raises(TypeError, match="recalibrate is a generator"):
         Predictor(model, q, recalibrate=(t for t in [train]))
+
+
+def test_statistics_of_the_mean_are_warned_of():
+    model, x = seeded(ConvNet), images(5)
+    with pytest.warns(UserWarning, match="the running statistics of BatchNorm belong") as caught:
+        found = Predictor(model, gaussian(model), num_samples=3)
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asked_for = Predictor(model, gaussian(model), num_samples=3, recalibrate=False)
+        assert_same(asked_for(x), found(x))
 
 
 def test_it_is_called_as_the_model_is():

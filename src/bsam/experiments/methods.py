@@ -120,7 +120,16 @@ def _laplace(trainer: Trainer) -> bsam.Posterior:
 
 def _average(model: nn.Module, posterior: bsam.Posterior, data: Any, num_samples: int, seed: int) -> bsam.Predictions:
     pays = num_samples >= 256 and next(model.parameters()).is_cuda  # compiling takes as long as hundreds of passes
-    return bsam.predict(model, posterior, data, num_samples=num_samples, seed=seed, compile=pays, progress=False)
+    return bsam.predict(
+        model,
+        posterior,
+        data,
+        num_samples=num_samples,
+        seed=seed,
+        recalibrate=False,  # as the paper does, whose steps move the statistics at perturbed weights
+        compile=pays,
+        progress=False,
+    )
 
 
 def _linearised(

@@ -183,6 +183,8 @@ def calibrate(
         nonlocal counts
         if temperature not in rows:
             predictions = predict(model, posterior.temper(temperature), data, **options)
+            if recalibrate is None and temperature > 0:
+                options["recalibrate"] = False  # it has warned, if it had to
             sums[temperature], counts = _log_likelihood(predictions)
             nll = -float(sums[temperature].sum() / counts.sum())
             row = rows[temperature] = {"temperature": temperature, "nll": nll}

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from bsam.batch_norm import recalibrate_batch_norm
-from bsam.batches import inputs_and_labels, map_tensors, moved
+from bsam.batches import batches_of, inputs_and_labels, map_tensors, moved
 from bsam.compiler.layers import our_layers
-from bsam.executor import Executor, quiet_vmap
+from bsam.executor import Executor, callers_level, quiet_vmap
 from bsam.interrupts import interruptible
-from bsam.modules import Forward, OutputModel, clean_names, floating_type, named_parameters, running_statistics
+from bsam.modules import (
+    Forward,
+    OutputModel,
+    clean_names,
+    floating_type,
+    named_parameters,
+    normalisation_layers,
+    running_statistics,
+)
 from bsam.posterior.base import Posterior
 from bsam.prediction.averages import Average
 from bsam.torch_private import foreach_copy_, own_buffers
 
-__all__ = ["Passes", "run_together"]
+__all__ = ["Passes", "calibration_batches", "run_together"]
 
 _CPU_BYTES = 256 * 2**20
 """Largest memory of a chunk of samples on the CPU, unless `chunk` is given."""
@@ -52,7 +61,7 @@ class Passes:
         chunk: int | None,
         vectorise: bool | None,
         device: torch.device,
-        recalibrate: Iterable[Any] | None,
+        recalibrate: Iterable[Any] | Literal[False] | None,
         compile: bool = False,
         room: int | None = None,
     ) -> None:
@@ -68,7 +77,9 @@ class Passes:
         self._chunk = chunk or max(1, min(num_samples, _CPU_BYTES // max(1, self._weight_bytes)))  # held by a loop
         self._fits = chunk is not None
         self._running_statistics: dict[str, list[Tensor]] = {}  # BatchNorm's, one per sample, if recalibrated
-        if recalibrate is not None:
+        if recalibrate is None:
+            self._warn_of_statistics()
+        elif recalibrate is not False:
             self._recalibrate(recalibrate)
         self._holds_all_samples = self._chunk >= num_samples
         self._held_samples: list[dict[str, Tensor]] | None = None
@@ -164,6 +175,20 @@ class Passes:
             running = self._running_statistics.items()
             yield stack | {name: torch.stack(each[start : start + count]) for name, each in running}
 
+    def _warn_of_statistics(self) -> None:
+        """Warn if a sample changes what BatchNorm sees: a weight before a layer of it, in the order of the modules."""
+        modules = list(self._model.modules())
+        layers = [layer for _, layer in normalisation_layers(self._model) if layer.running_mean is not None]
+        last = modules.index(layers[-1]) if layers else 0
+        before = {id(p) for module in modules[:last] for p in module.parameters(recurse=False)}
+        if any(id(parameter) in before for parameter in self._parameters.values()):
+            warnings.warn(
+                "the running statistics of BatchNorm belong to the posterior's mean, so that predictions at samples of "
+                "the weights are too uncertain: write recalibrate=train_loader to estimate the statistics at each "
+                "sample, from training data or a part of it, or recalibrate=False to use those of the mean.",
+                stacklevel=callers_level(),
+            )
+
     def _recalibrate(self, data: Iterable[Any]) -> None:
         """Estimate BatchNorm's running statistics at the mean, or at each sample, as a part of that sample."""
         own = {id(own_buffers(layer)[name]) for layer, name in running_statistics(self._model)}
@@ -247,6 +272,16 @@ class Passes:
         if not torch.allclose(handed.to(written.dtype), written, rtol=0, atol=tolerance * scale, equal_nan=True):
             raise RuntimeError("the model does not use the weights that torch.func.functional_call gives to it")
         self._checked = True
+
+
+def calibration_batches(recalibrate: Any, batch_size: int) -> Iterable[Any] | Literal[False] | None:
+    """Return the batches of the argument `recalibrate` of `predict`, or None or False as they are."""
+    if recalibrate is None or recalibrate is False:
+        return recalibrate
+    batches = batches_of(recalibrate, batch_size)
+    if isinstance(batches, Iterator):
+        raise TypeError("recalibrate is a generator, but is read once per sample: give a list or a DataLoader.")
+    return batches
 
 
 def run_together(

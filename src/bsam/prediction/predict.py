@@ -36,7 +36,7 @@ from bsam.interrupts import deferred, reading
 from bsam.modules import Forward, evaluating, floating_type, preserved
 from bsam.posterior.base import Posterior
 from bsam.prediction.averages import average_for
-from bsam.prediction.passes import Passes
+from bsam.prediction.passes import Passes, calibration_batches
 from bsam.prediction.results import GaussianPredictions, Predictions
 
 __all__ = ["at_mean", "check_integer", "collect", "predict", "result_of"]
@@ -142,7 +142,8 @@ def predict(
             from the loop; a loop on the CPU, where vmap is faster only for tiny models.
         recalibrate: Training data, in the form of `data`, to estimate BatchNorm's running statistics again at each
             sample, as `bsam.recalibrate_batch_norm` does. Labels are ignored. It is read once per sample, so it must
-            not be a generator. None: use the posterior's buffers, which belong to its mean.
+            not be a generator. False: use the posterior's buffers, which belong to its mean. None: the same, with a
+            warning if BatchNorm comes after sampled weights.
         compile: Compile the vmapped pass, and capture it on CUDA. Compiling takes tens of seconds, so this is useful
             for many batches of one size.
         progress: Show a progress bar (if `rich` is installed). None: if stderr is a terminal, after two seconds.
@@ -164,9 +165,7 @@ def predict(
     check_integer("ignore_index", ignore_index, -(2**63))
     start = average_for(likelihood, noise_std, class_dim=class_dim, keep_samples=keep_samples)
     batches = batches_of(data, batch_size)
-    calibration = None if recalibrate is None else batches_of(recalibrate, batch_size)
-    if isinstance(calibration, Iterator):
-        raise TypeError("recalibrate is a generator, but is read once per sample: give a list or a DataLoader.")
+    calibration = calibration_batches(recalibrate, batch_size)
     with at_mean(model, posterior) as device, _progress(batches, progress) as advance:
         passes = Passes(
             model,

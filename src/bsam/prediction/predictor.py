@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, Literal, Self
 
@@ -17,21 +17,13 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.func import functional_call
 
-from bsam.batches import batches_of
 from bsam.executor import Executor
 from bsam.files import naming, read_file, write_file
-from bsam.modules import (
-    Forward,
-    call_model,
-    named_buffers,
-    named_parameters,
-    output_tensor,
-    unwrapped,
-)
+from bsam.modules import Forward, call_model, named_buffers, named_parameters, output_tensor, unwrapped
 from bsam.posterior.base import Posterior, check_tensors_fit
 from bsam.prediction.averages import average_for
 from bsam.prediction.exporting import export_program, write_onnx
-from bsam.prediction.passes import Passes, run_together
+from bsam.prediction.passes import Passes, calibration_batches, run_together
 from bsam.prediction.predict import at_mean, check_integer
 from bsam.prediction.results import entropy
 from bsam.torch_private import scan_stack
@@ -65,7 +57,7 @@ class Predictor(nn.Module):
         class_dim: As for `bsam.predict`.
         forward: `forward(model, inputs)` runs the model, if `model(inputs)` is not the right call.
         recalibrate: Training data to estimate BatchNorm's running statistics again at each sample, as for
-            `bsam.predict`. None: use the posterior's buffers, which belong to its mean.
+            `bsam.predict`.
         batch_size: Largest batch when `recalibrate` is tensors.
         vectorise: True: vmap over the samples, or an error. False: a loop. None: vmap on an accelerator, unless it
             fails; a loop on the CPU.
@@ -97,9 +89,7 @@ class Predictor(nn.Module):
         check_integer("num_samples", num_samples, 0, "Write 0 to predict with the mean.")
         check_integer("seed", seed, -(2**63))
         check_integer("batch_size", batch_size, 1)
-        calibration = None if recalibrate is None else batches_of(recalibrate, batch_size)
-        if isinstance(calibration, Iterator):
-            raise TypeError("recalibrate is a generator, but is read once per sample: give a list or a DataLoader.")
+        calibration = calibration_batches(recalibrate, batch_size)
         model = unwrapped(model)
         settings = {
             "likelihood": likelihood,
