@@ -1,12 +1,12 @@
 """Exported predictors: programs of torch.export and ONNX files, against `predict`."""
 
+import importlib.util
 import math
 import os
 import subprocess
 import sys
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -27,6 +27,10 @@ from tests.prediction.models import (
 from tests.prediction.test_predictor import CASES, Tokens, assert_same, expected, ids
 
 pytestmark = WITH_STATISTICS_OF_THE_MEAN
+needs_onnx = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime", "onnxscript")),
+    reason='needs pip install "bsam[export]"',
+)
 
 
 class Recurrent(nn.Module):
@@ -76,12 +80,15 @@ def test_torch_export_takes_it_too():
 
 
 def run_onnx(path, **inputs):
+    import onnxruntime
+
     session = onnxruntime.InferenceSession(os.fspath(path))
     names = [output.name for output in session.get_outputs()]
     found = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
     return dict(zip(names, found, strict=True))
 
 
+@needs_onnx
 @pytest.mark.parametrize("case", ["BatchNorm", "pixels", "multi-label", "two outputs"])
 def test_an_onnx_file(case, tmp_path):
     found, x, wanted = exportable(case)
@@ -92,6 +99,7 @@ def test_an_onnx_file(case, tmp_path):
         assert_same(run_onnx(tmp_path / "p.onnx", input=x[:n]), wanted(x[:n]), 1e-6)
 
 
+@needs_onnx
 def test_an_onnx_file_with_keywords(tmp_path):
     model, x = seeded(Tokens, torch.float32), ids()
     q, mask = gaussian(model), torch.ones(6, 5, dtype=torch.long).tril()
@@ -101,6 +109,7 @@ def test_an_onnx_file_with_keywords(tmp_path):
     assert_same(found, expected(model, q, {name: t[:2] for name, t in batch.items()}, num_samples=3), 1e-6)
 
 
+@needs_onnx
 def test_transformer_layers_are_exported(tmp_path):
     layers = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Flatten(), nn.Linear(24, K)]
     model = seeded(lambda: nn.Sequential(*layers), torch.float32)
@@ -110,6 +119,7 @@ def test_transformer_layers_are_exported(tmp_path):
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+@needs_onnx
 @pytest.mark.parametrize(("make", "data"), [(Recurrent, sequences), (Hoarder, vectors)])
 def test_what_has_no_loop_is_unrolled(make, data, tmp_path):
     model, x = seeded(make, torch.float32), data(5).float()
@@ -121,6 +131,7 @@ def test_what_has_no_loop_is_unrolled(make, data, tmp_path):
     assert_same(run_onnx(tmp_path / "p.onnx", input=x[:2]), expected(model, q, x[:2], num_samples=3), 1e-6)
 
 
+@needs_onnx
 def test_a_mean_is_exported(tmp_path):
     model, x = seeded(mlp, torch.float32), vectors(5).float()
     q = PointMass.from_model(model)
@@ -129,6 +140,7 @@ def test_a_mean_is_exported(tmp_path):
         assert_same(run_onnx(tmp_path / "p.onnx", input=x), expected(model, q, x), 1e-6)
 
 
+@needs_onnx
 @pytest.mark.parametrize("unroll", [None, True])
 def test_an_onnx_file_has_points_once(unroll, tmp_path):
     """A large layer that is not sampled, and a small one that is."""
@@ -159,6 +171,7 @@ np.savez(f"{sys.argv[1]}.npz", **{name: np.asarray(value) for name, value in fou
 """
 
 
+@needs_onnx
 def test_a_process_with_neither_bsam_nor_the_model(tmp_path):
     found, x, wanted = exportable("BatchNorm")
     found.to_onnx(tmp_path / "p.onnx", x)
@@ -172,6 +185,7 @@ def test_a_process_with_neither_bsam_nor_the_model(tmp_path):
             assert_same(dict(numbers), wanted(x[:4]), 1e-6)
 
 
+@needs_onnx
 def test_what_cannot_be_exported(tmp_path, monkeypatch, capfd):
     model, x = seeded(Branching, torch.float32), vectors(5).float()
     found = Predictor(model, gaussian(model), num_samples=2)
