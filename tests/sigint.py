@@ -147,7 +147,7 @@ def _predicting(**options: Any) -> Callable[[int], Subject]:
         model, optimizer = _trained(steps)
         posterior = optimizer.posterior()
         x, y = batch()
-        options_now = {**options, "recalibrate": [x]} if options.get("recalibrate") else options
+        options_now = {**options, "recalibrate": [x] if options.get("recalibrate") else False}
         act = lambda: bsam.predict(model, posterior, (x, y), num_samples=2, **options_now)  # noqa: E731
         return Subject(model, act, optimizer.state_dict)
 
