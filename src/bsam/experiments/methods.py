@@ -126,7 +126,7 @@ def _average(model: nn.Module, posterior: bsam.Posterior, data: Any, num_samples
         data,
         num_samples=num_samples,
         seed=seed,
-        recalibrate=False,  # as the paper does, whose steps move the statistics at perturbed weights
+        recalibrate=False,  # the statistics that training left, as in all records
         compile=pays,
         progress=False,
     )
