@@ -13,5 +13,6 @@ BSAM: dict[str, Any] = {
     "betas": (0.9, 0.999),
     "damping": 0.1,
     "sqrt_num_data": False,
+    "max_noise": None,
     "max_grad_norm": None,  # clipping reads all gradients once more
 }

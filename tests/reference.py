@@ -38,10 +38,12 @@ def bsam(
     perturbed=1.0,
     from_sample: bool = True,
     sqrt_num_data: bool = False,
+    prior: Callable[[np.ndarray], np.ndarray] = lambda omega: np.zeros_like(omega),
 ):
     """Algorithm 1, red boxes, with lines 3 to 6 replaced by the m-sharpness listing, rho restored in its line 5. Its
     line 6 is at theta_k + epsilon_k, or at omega + epsilon_k, as Algorithm 1 prints it; its line 8 may have the
-    derivation's sqrt(N). Yields (omega, s, g_m, loss) after each step; noise(t, k) is standard normal."""
+    derivation's sqrt(N). Its line 3 may have a precision on top of N s that depends on the weights, prior(omega). Yields
+    (omega, s, g_m, loss) after each step; noise(t, k) is standard normal."""
     omega = omega.copy()
     s = np.full_like(omega, s_0)  # line 1
     g_m = np.zeros_like(omega)
@@ -52,7 +54,7 @@ def bsam(
         abs_g = np.zeros_like(omega)
         loss = 0.0
         for k, part in enumerate(parts_of(minibatch, m)):
-            sigma = np.sqrt(1.0 / (N * s))
+            sigma = np.sqrt(1.0 / (N * s + prior(omega)))
             theta = omega + sampled * sigma * noise(t, k)  # line 3
             loss_k, g_k = gradient(theta, part)  # line 4
             eps_k = perturbed * rho * g_k / s  # line 5

@@ -26,6 +26,7 @@ __all__ = [
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
+    "foreach_norm",
     "graph_break",
     "has_step_hooks",
     "is_view",
@@ -43,6 +44,7 @@ __all__ = [
 foreach_add_ = torch._foreach_add_  # a.add_(b) for many pairs, in one launch
 foreach_copy_ = torch._foreach_copy_  # a.copy_(b)
 foreach_mul_ = torch._foreach_mul_  # a.mul_(b)
+foreach_norm = torch._foreach_norm  # torch.linalg.vector_norm(a)
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:

@@ -42,13 +42,32 @@ def run(problem, optimizer, minibatches):
         yield problem.weights(), loss.item()
 
 
+def empirical_prior(model, max_noise):
+    """The precision of a prior as wide as the weights of each matrix are large, times 1 / max_noise^2."""
+    shapes = [p.shape for p in model.parameters()]
+
+    def prior(omega):
+        parts, start = [], 0
+        for shape in shapes:
+            own = omega[start : start + shape.numel()]
+            start += shape.numel()
+            precision = 1 / (max_noise**2 * np.mean(own**2)) if len(shape) > 1 else 0.0
+            parts.append(np.full_like(own, precision))
+        return np.concatenate(parts)
+
+    return prior
+
+
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("form", ["mean_abs", "abs_mean"])
 @pytest.mark.parametrize("sample_noise", [True, False])
 @pytest.mark.parametrize("size", [12, 10])  # 10 = 3 + 3 + 2 + 2: ragged
-@pytest.mark.parametrize(("perturb_from", "sqrt_num_data"), [("sample", True), ("sample", False), ("mean", False)])
-def test_matches_the_transcription(name, splits, form, sample_noise, size, perturb_from, sqrt_num_data):
+@pytest.mark.parametrize(
+    ("perturb_from", "sqrt_num_data", "max_noise"),
+    [("sample", True, 0.1), ("sample", False, None), ("mean", False, None), ("mean", True, 0.3)],
+)
+def test_matches_the_transcription(name, splits, form, sample_noise, size, perturb_from, sqrt_num_data, max_noise):
     problem = PROBLEMS[name]()
     N = 2 * len(problem.x)
     optimizer = bsam.BSAM(
@@ -65,6 +84,7 @@ def test_matches_the_transcription(name, splits, form, sample_noise, size, pertu
         perturb_from=perturb_from,
         curvature=form,
         sqrt_num_data=sqrt_num_data,
+        max_noise=max_noise,
         sample_noise=sample_noise,
         max_grad_norm=None,
         seed=11,
@@ -88,6 +108,7 @@ def test_matches_the_transcription(name, splits, form, sample_noise, size, pertu
         sampled=float(sample_noise),
         from_sample=perturb_from == "sample",
         sqrt_num_data=sqrt_num_data,
+        **({} if max_noise is None else {"prior": empirical_prior(problem.model, max_noise)}),
     )
     start = problem.weights()
     for (omega, s, g_m, loss), (weights, ours) in zip(expected, run(problem, optimizer, minibatches), strict=True):
@@ -107,9 +128,8 @@ def test_matches_the_transcription_on_cuda(nonfinite):
     problem.model.cuda()
     problem.x, problem.y = problem.x.cuda(), problem.y.cuda()
     settings = {"lr": 0.05, "rho": 0.01, "betas": (0.9, 0.999), "damping": 0.1, "prior_precision": 25.0}
-    optimizer = bsam.BSAM(
-        problem.model.parameters(), **settings, num_data=40, splits=4, max_grad_norm=None, nonfinite=nonfinite
-    )
+    settings |= {"max_noise": None, "max_grad_norm": None}
+    optimizer = bsam.BSAM(problem.model.parameters(), **settings, num_data=40, splits=4, nonfinite=nonfinite)
     options = {"alpha": 0.05, "beta1": 0.9, "beta2": 0.999, "rho": 0.01, "delta": 25 / 40, "gamma": 0.1}
     options["sqrt_num_data"] = True
     expected = reference.bsam(gradient, start, minibatches, flat_noise(problem.model), N=40, m=4, **options)
@@ -140,6 +160,7 @@ def test_two_groups_match_the_transcription(splits, perturb_from, perturb, sampl
         splits=splits,
         perturb_from=perturb_from,
         sqrt_num_data=False,
+        max_noise=None,
         max_grad_norm=None,
         module=problem.model,
         vectorise=vectorise,
@@ -266,7 +287,14 @@ def test_both_gradients_of_a_split_share_one_noise_and_splits_do_not(vectorise):
     model = nn.Linear(30_000, 1, bias=False, dtype=torch.float64)
     nn.init.zeros_(model.weight)
     optimizer = bsam.BSAM(
-        model.parameters(), num_data=10, rho=0.5, init_precision=0.25, splits=2, module=model, vectorise=vectorise
+        model.parameters(),
+        num_data=10,
+        rho=0.5,
+        init_precision=0.25,
+        max_noise=None,
+        splits=2,
+        module=model,
+        vectorise=vectorise,
     )
     seen = []
 
@@ -323,7 +351,7 @@ def test_without_a_perturbation_the_mean_follows_the_expected_loss_or_the_plain_
     problem = logistic()
     omega = problem.weights()
     optimizer = bsam.BSAM(
-        problem.model.parameters(), num_data=40, rho=0.0, perturb_from=perturb_from, max_grad_norm=None
+        problem.model.parameters(), num_data=40, rho=0.0, perturb_from=perturb_from, max_noise=None, max_grad_norm=None
     )
     optimizer.step(problem.loss_fn, problem.x, problem.y)
     theta = omega + flat_noise(problem.model)(0, 0) / math.sqrt(40)
@@ -339,10 +367,47 @@ def test_a_state_without_an_option_was_trained_as_it_was_before():
     state = optimizer.state_dict()
     assert state["param_groups"][0].pop("perturb_from") == "sample"
     assert state["param_groups"][0].pop("sqrt_num_data")
+    assert state["param_groups"][0].pop("max_noise") == 0.5
     loaded = bsam.BSAM(problem.model.parameters(), num_data=40)
     loaded.load_state_dict(state)
     assert loaded.param_groups[0]["perturb_from"] == "mean"
     assert loaded.param_groups[0]["sqrt_num_data"] is False
+    assert loaded.param_groups[0]["max_noise"] is None
+
+
+def test_the_noise_is_a_share_of_the_weights_at_most():
+    """With one example the noise would be of size 1 and hide weights of size 0.1; the posterior has the same limit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 20)).double()
+    optimizer = bsam.BSAM(model.parameters(), num_data=1, module=model, max_noise=0.5)
+    with pytest.warns(UserWarning, match="after 0 steps"):
+        posterior = optimizer.posterior()
+    for name, weights in model.named_parameters():
+        std = posterior.std[name]
+        if weights.ndim == 1:
+            assert torch.equal(std, torch.ones_like(std))  # 1 / sqrt(N s)
+        else:
+            share = float(std.max() / weights.detach().square().mean().sqrt())
+            assert 0.49 < share < 0.5
+            mean = weights.detach().clone()
+            with optimizer.sampled():
+                moved = float((weights.detach() - mean).square().mean() / mean.square().mean()) ** 0.5
+            assert 0.4 < moved < 0.6
+    wide = bsam.BSAM(model.parameters(), num_data=1e9, module=model, max_noise=0.5)
+    with pytest.warns(UserWarning, match="after 0 steps"):
+        std = wide.posterior().std["0.weight"]
+    torch.testing.assert_close(std, torch.full_like(std, 1e9**-0.5), rtol=1e-3, atol=0)  # with many data no limit
+
+
+def test_weights_that_start_at_zero_are_learned():
+    model = nn.Linear(4, 3)
+    nn.init.zeros_(model.weight)
+    optimizer = bsam.BSAM(model.parameters(), num_data=10, module=model)
+    x, y = torch.randn(10, 4), torch.arange(10) % 3
+    for _ in range(3):
+        loss = optimizer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+    assert loss.isfinite()
+    assert model.weight.abs().min() > 0
 
 
 def test_seeds_differ_and_the_global_generator_is_not_used():
@@ -578,6 +643,7 @@ def test_posterior_is_the_gaussian_of_line_10_with_the_prior_of_each_group():
         num_data=50,
         augmentation_factor=4.0,
         betas=(0.9, 0.5),
+        max_noise=None,
         module=model,
     )
     for _ in range(5):

@@ -69,7 +69,8 @@ class Draws:
         pack, method, index = self._packs[i], self._methods[0], self._groups[i]
         rates = self._rates.tensor[:, index, None].to(pack.runs[0][0].dtype)  # (runs, 1, columns)
         group = self._rates.read(method.param_groups[index], rates)
-        s = method._noise_precision(PackSlot(0, pack.weights, group, pack.weights, pack.state, ends=self._ends[i]))
+        slot = PackSlot(0, pack.weights, group, pack.weights, pack.state, ends=self._ends[i], pack=pack)
+        s = method._noise_precision(slot)
         assert s is not None
         return s
 

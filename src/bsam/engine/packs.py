@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bsam.optim.probing import Slot
+from bsam.optim.probing import SMALLEST_SQUARE, Slot, matrix_size
+from bsam.torch_private import foreach_norm
 
 __all__ = ["Pack", "PackSlot", "make_packs"]
 
@@ -30,6 +31,8 @@ class PackSlot(Slot):
 
     ends: Tensor | None = None
     """The end of each parameter in the pack, padding included; None if there is only one parameter."""
+    pack: Pack | None = None
+    """The pack, where the norm of each parameter is asked for."""
 
     def per_element(self, value: Tensor) -> Tensor:
         """Broadcast one number per parameter of the pack to the elements."""
@@ -37,6 +40,11 @@ class PackSlot(Slot):
             return value
         elements = torch.arange(self.mean.shape[-1], device=self.ends.device)
         return value.index_select(-1, torch.bucketize(elements, self.ends, right=True))
+
+    def inverse_mean_square(self) -> Tensor:
+        """Return one number for each parameter of the pack, (runs, parameters)."""
+        assert self.pack is not None
+        return self.pack.inverse_mean_squares()
 
 
 @dataclass
@@ -67,6 +75,7 @@ class Pack:
             else torch.ones((runs, self.numel), dtype=value.dtype, device=value.device)  # a precision must be > 0
             for name, value in first.state.items()
         }
+        self._matrix_sizes = torch.tensor([matrix_size(shape) for shape in self.shapes], device=self.weights.device)
         self.adopt()
 
     @torch.no_grad()
@@ -94,6 +103,13 @@ class Pack:
         if len(self.sizes) == 1:
             return None
         return torch.tensor([*self.offsets[1:], self.numel], device=self.weights.device)
+
+    def inverse_mean_squares(self) -> Tensor:
+        """Return `Slot.inverse_mean_square` of each parameter, (runs, parameters)."""
+        runs, places = range(len(self.runs)), range(len(self.sizes))
+        norms = foreach_norm([self.view(self.weights, run, place) for run in runs for place in places])
+        squares = torch.stack(norms).view(len(runs), len(places)).square()
+        return self._matrix_sizes / squares.clamp_min(SMALLEST_SQUARE)
 
     # ------------------------------------------------------------------ in a traced step, for one run and one split
 

@@ -61,6 +61,9 @@ class Config:
         "the |g| of bSAM: the mean of |g| over the parts, or |mean of g over the parts|",
     ] = "mean_abs"
     sqrt_num_data: Annotated[bool, "whether bSAM's curvature has the derivation's factor sqrt(N)"] = False
+    max_noise: Annotated[
+        float | None, "limit of bSAM's noise, as a share of the weights of a matrix; null is no limit"
+    ] = None
     statistics: Annotated[Literal["average", "latest"], "how VOGN reads beta_2, see `bsam.VOGN`"] = "average"
     sample_noise: Annotated[bool, "whether bSAM perturbs a sample of the weights, or (false) their mean"] = True
     bias_correction: Annotated[bool, "whether Adam, alone or below SAM, corrects the bias of its averages"] = True

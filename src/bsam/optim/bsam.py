@@ -58,7 +58,7 @@ from bsam.optim.arithmetic import average, plus, plus_quotient
 from bsam.optim.probing import Gradients, Slot, Tally
 from bsam.optim.variational import GaussianOptimizer
 
-__all__ = ["BSAM", "curvature", "perturbed", "update"]
+__all__ = ["BSAM", "curvature", "limited", "perturbed", "update"]
 
 
 def perturbed(weights: Tensor, g: Tensor, s: Tensor, rho: float | Tensor, *, in_place: bool = False) -> Tensor:
@@ -73,6 +73,15 @@ def curvature(abs_g: Tensor, s: Tensor, N: float = 1.0) -> Tensor:
     """
     root = s.sqrt() if N == 1.0 else (N * s).sqrt_()
     return root.mul_(abs_g)  # line 8
+
+
+def limited(s: Tensor, inverse_mean_square: Tensor, N: float, r: float) -> Tensor:
+    """The precision s with which the noise 1 / sqrt(N s) is below r times the root mean square of the weights.
+
+    A Gaussian prior with the weights' own mean square as its variance has the precision 1 / mean square. The posterior
+    then has it on top of N s; r weighs it.
+    """
+    return s + inverse_mean_square / (N * r**2)
 
 
 def update(
@@ -124,6 +133,9 @@ class BSAM(GaussianOptimizer):
         sqrt_num_data: Whether the curvature is sqrt(N s) |g|, as in the derivation, or sqrt(s) |g|, as Algorithm 1
             prints it. With the factor the width of the posterior follows the gradients; without it the damping sets
             most of the width.
+        max_noise: Limits the noise of a matrix of weights to this share of their root mean square. It matters for few
+            data and for wide layers with small weights, where the noise would hide the weights. None sets no limit, as
+            in the paper.
         sample_noise: False leaves line 3 out, which is the paper's "bSAM w/o noise".
         nonfinite: `"raise"` raises at a loss or gradient that is not finite. `"skip"` skips the step and counts it
             in `skipped_steps`.
@@ -152,10 +164,11 @@ class BSAM(GaussianOptimizer):
         "perturb_from",
         "curvature",
         "sqrt_num_data",
+        "max_noise",
         "sample_noise",
     )
     rates: ClassVar[tuple[str, ...]] = (*GaussianOptimizer.rates, "damping", "rho")
-    absent_options: ClassVar[dict[str, Any]] = {"perturb_from": "mean", "sqrt_num_data": False}
+    absent_options: ClassVar[dict[str, Any]] = {"perturb_from": "mean", "sqrt_num_data": False, "max_noise": None}
 
     def __init__(
         self,
@@ -174,6 +187,7 @@ class BSAM(GaussianOptimizer):
         perturb_from: str = "sample",
         curvature: str = "mean_abs",
         sqrt_num_data: bool = True,
+        max_noise: float | None = 0.5,
         sample_noise: bool = True,
         nonfinite: str = "raise",
         max_grad_norm: float | None = 1.0,
@@ -200,6 +214,7 @@ class BSAM(GaussianOptimizer):
             "perturb_from": perturb_from,
             "curvature": curvature,
             "sqrt_num_data": sqrt_num_data,
+            "max_noise": max_noise,
             "sample_noise": sample_noise,
             "nonfinite": nonfinite,
             "max_grad_norm": max_grad_norm,
@@ -313,6 +328,8 @@ class BSAM(GaussianOptimizer):
         options.positive("init_precision", group["init_precision"])
         options.one_of("perturb_from", group["perturb_from"], ("sample", "mean"))
         options.one_of("curvature", group["curvature"], ("mean_abs", "abs_mean"))
+        if group["max_noise"] is not None:
+            options.positive("max_noise", group["max_noise"], "Write None for no limit.")
         for name in ("perturb", "sample_noise", "sqrt_num_data"):
             options.one_of(name, group[name], (True, False))
 
@@ -327,6 +344,10 @@ class BSAM(GaussianOptimizer):
     def _unit_precision(self, slot: Slot) -> Tensor:
         s: Tensor = slot.state["unit_precision"]
         return s
+
+    def _posterior_precision(self, slot: Slot) -> Tensor:
+        s, r = self._unit_precision(slot), self._option("max_noise")
+        return s if r is None else limited(s, slot.per_element(slot.inverse_mean_square()), self.effective_num_data, r)
 
     def _noise_precision(self, slot: Slot) -> Tensor | None:
         return super()._noise_precision(slot) if self._option("sample_noise") else None  # line 3

@@ -17,8 +17,20 @@ from torch import Tensor, nn
 from bsam.gradients import PerExample, batch_gradient
 from bsam.modules import BufferSnapshot, LossFunction
 
-__all__ = ["GradAt", "Gradients", "MeanSnapshot", "Prober", "Slot", "Tally", "emptied"]
+__all__ = [
+    "SMALLEST_SQUARE",
+    "GradAt",
+    "Gradients",
+    "MeanSnapshot",
+    "Prober",
+    "Slot",
+    "Tally",
+    "emptied",
+    "matrix_size",
+]
 
+SMALLEST_SQUARE = 1e-30
+"""Least square of a norm by which is divided."""
 Result = TypeVar("Result")
 
 
@@ -44,6 +56,17 @@ class Slot:
     def per_element(self, value: Tensor) -> Tensor:
         """Broadcast a per-parameter scalar to the parameter's elements."""
         return value
+
+    def inverse_mean_square(self) -> Tensor:
+        """Return one over the mean square of a matrix of weights; 0 for a vector."""
+        norm = torch.linalg.vector_norm(self.mean, dtype=self.dtype)
+        found: Tensor = matrix_size(self.mean.shape) / norm.square().clamp_min(SMALLEST_SQUARE)
+        return found
+
+
+def matrix_size(shape: torch.Size) -> int:
+    """Return the number of elements of a matrix, or of a tensor with more dimensions; 0 for a vector."""
+    return shape.numel() if len(shape) > 1 else 0
 
 
 class MeanSnapshot:

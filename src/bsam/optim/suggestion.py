@@ -99,6 +99,7 @@ def suggest(
         f"1 / sqrt(num_data) = {1 / math.sqrt(num_data):.2g}.",
         "rho": "A choice, not a conversion: with s = 1 and gradients of norm 1 it is SAM's usual radius.",
         "sqrt_num_data": "The conversion holds while s is near 1, where the curvature without this factor leaves it.",
+        "max_noise": "At most this share of the weights of a matrix is noise; it matters for few data and wide layers.",
         "max_grad_norm": reasons["max_grad_norm"],
     }
     return Suggestion({name: prior / num_data if name == "weight_decay" else group[name] for name in reasons}, reasons)

@@ -56,8 +56,12 @@ class GaussianOptimizer(ProbingOptimizer):
         """The posterior's precision per example, s = 1 / (N sigma^2)."""
         raise NotImplementedError
 
+    def _posterior_precision(self, slot: Slot) -> Tensor:
+        """Return the s of the posterior and of the noise, if it is not that of the steps."""
+        return self._unit_precision(slot)
+
     def _noise_precision(self, slot: Slot) -> Tensor | None:
-        return self._unit_precision(slot) if slot.group["sample"] else None
+        return self._posterior_precision(slot) if slot.group["sample"] else None
 
     def _share_kept(self, group: dict[str, Any]) -> Any:
         """Return the share of the precision that a step keeps: a number, or a tensor if the options are tensors."""
@@ -160,7 +164,7 @@ class GaussianOptimizer(ProbingOptimizer):
             )
         return DiagonalGaussian.from_model(
             model,
-            {s.parameter: posterior_std(self._unit_precision(s), self.effective_num_data) for s in slots},
+            {s.parameter: posterior_std(self._posterior_precision(s), self.effective_num_data) for s in slots},
             prior_precision={s.parameter: float(s.group["prior_precision"]) for s in slots},
         )
 
@@ -258,7 +262,7 @@ class _Sampled(Restored):
         with torch.no_grad():
             for slot in self._slots:
                 at_mean = dataclasses.replace(slot, mean=optimizer._means.get(slot.parameter, slot.mean))
-                s = optimizer._unit_precision(slot)
+                s = optimizer._posterior_precision(at_mean)
                 slot.parameter.copy_(optimizer._sample(at_mean, s, -1 - draw) if slot.group["sample"] else at_mean.mean)
         torch.clear_autocast_cache()
 

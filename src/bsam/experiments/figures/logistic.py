@@ -261,6 +261,7 @@ def train_bsam(
         betas=settings.bsam_betas,
         damping=damping,
         sqrt_num_data=False,
+        max_noise=None,
         max_grad_norm=None,
         seed=settings.seed,
     )
