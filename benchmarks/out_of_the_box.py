@@ -1,7 +1,8 @@
-"""How good optimizers are before anybody tunes them, on the eighteen problems of `small_problems.py`.
+"""How good optimizers are before anybody tunes them, on the problems of `small_problems.py` and `few_data.py`.
 
     python -m benchmarks.out_of_the_box --data DATA --set choosing
     python -m benchmarks.out_of_the_box --data DATA --set judged --out results/out_of_the_box.json
+    python -m benchmarks.out_of_the_box --data DATA --set few-judged --kinds defaults converted
 
 One run trains a network with a cosine schedule without warm-up and predicts. SGD, AdamW and SAM predict with their
 weights; IVON, VOGN and bSAM average over 32 samples of their posterior (the record has the mean's numbers as well).
@@ -38,16 +39,24 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 import bsam
-from benchmarks import small_problems
-from benchmarks.small_problems import CHOOSING, JUDGED, PROBLEMS, Data, average_loss, missing_data, predict
+from benchmarks import few_data, small_problems
+from benchmarks.small_problems import Data, average_loss, predict
 from bsam.experiments.record import environment, to_json, write_json
 
+SETS = {
+    "choosing": small_problems.CHOOSING,
+    "judged": small_problems.JUDGED,
+    "few-choosing": few_data.CHOOSING,
+    "few-judged": few_data.JUDGED,
+}
+PROBLEMS = {name: problem for problems in SETS.values() for name, problem in problems.items()}
 NUM_SAMPLES, NUM_RANDOM = 32, 8
 SGD_LINE = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
 ADAMW_LINE = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
@@ -175,7 +184,7 @@ class Run:
         group.pop("params")  # the rest is what the package adds to the settings
         known = [
             self.problem,
-            source_hash(),
+            source_hash(few_data if self.problem in few_data.CHOOSING | few_data.JUDGED else small_problems),
             self.optimizer,
             group,
             self.settings,
@@ -187,9 +196,9 @@ class Run:
 
 
 @functools.cache
-def source_hash() -> str:
-    """The hash of the file of problems."""
-    return hashlib.sha256(Path(small_problems.__file__).read_bytes()).hexdigest()
+def source_hash(module: ModuleType) -> str:
+    """The hash of a file of problems."""
+    return hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest()
 
 
 @functools.cache
@@ -506,7 +515,7 @@ def parse(command: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=Path("runs/out_of_the_box.jsonl"))
     parser.add_argument("--resume", action="store_true", help="Go on with the runs of the cache.")
     parser.add_argument("--again", nargs="*", default=[], choices=OPTIMIZERS, help="Not those of the cache.")
-    parser.add_argument("--set", choices=("choosing", "judged"), default="choosing")
+    parser.add_argument("--set", choices=list(SETS), default="choosing")
     parser.add_argument("--problems", nargs="+", choices=list(PROBLEMS), help="By default all of the set.")
     parser.add_argument("--optimizers", nargs="*", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
@@ -515,14 +524,14 @@ def parse(command: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--max-steps", type=int, help="Stop each run early, to try the command.")
     arguments = parser.parse_args(command)
-    own = CHOOSING if arguments.set == "choosing" else JUDGED
+    own = SETS[arguments.set]
     arguments.problems = arguments.problems or list(own)
     if others := [name for name in arguments.problems if name not in own]:
         parser.error(f"{', '.join(others)} are not of the set {arguments.set!r}: write the other --set.")
     if arguments.cache.exists() and not arguments.resume:
         parser.error(f"{arguments.cache} has runs: write --resume to go on, or another --cache.")
-    if arguments.variant and arguments.set == "judged":
-        parser.error("variants are for the set 'choosing': nothing is chosen on the problems that are judged.")
+    if arguments.variant and arguments.set.endswith("judged"):
+        parser.error("variants are for the sets 'choosing': nothing is chosen on the problems that are judged.")
     return arguments
 
 
@@ -531,7 +540,8 @@ def main(command: list[str] | None = None) -> None:
     arguments = parse(command)
     begin = time.perf_counter()
     torch.set_num_threads(1)
-    skipped = {name: why for name in arguments.problems if (why := missing_data(name, arguments.data))}
+    needed = {name: arguments.data / PROBLEMS[name].needs for name in arguments.problems if PROBLEMS[name].needs}
+    skipped = {name: f"{path} is not there" for name, path in needed.items() if not path.exists()}
     for name, why in skipped.items():
         print(f"{name} is skipped: {why}")
     problems = [name for name in arguments.problems if name not in skipped]
@@ -577,7 +587,7 @@ def described(name: str, data: Data) -> dict[str, Any]:
     """What the record says of a problem."""
     problem = PROBLEMS[name]
     return {
-        "set": "choosing" if name in CHOOSING else "judged",
+        "set": next(own for own, problems in SETS.items() if name in problems),
         "sha256": data.sha256,
         "examples": {part: len(getattr(data, part)[0]) for part in ("train", "validation", "test")},
         "num_data": data.num_data,
