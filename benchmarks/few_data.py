@@ -1,7 +1,7 @@
 """Further small problems: few data, or networks whose weights are small against the noise of few data.
 
-`CHOOSING` decided bSAM's `max_noise`, after `digits_100` of `small_problems.py` had shown that it is needed; the problems
-of `JUDGED` were run once, when it was fixed.
+`CHOOSING` decided bSAM's `max_noise`, after `digits_100` of `small_problems.py` had shown that a limit is needed. The
+problems of `JUDGED` were run once, when it was fixed.
 
 | problem | data | network |
 |---|---|---|

@@ -42,8 +42,8 @@ def bsam(
 ):
     """Algorithm 1, red boxes, with lines 3 to 6 replaced by the m-sharpness listing, rho restored in its line 5. Its
     line 6 is at theta_k + epsilon_k, or at omega + epsilon_k, as Algorithm 1 prints it; its line 8 may have the
-    derivation's sqrt(N). Its line 3 may have a precision on top of N s that depends on the weights, prior(omega). Yields
-    (omega, s, g_m, loss) after each step; noise(t, k) is standard normal."""
+    derivation's sqrt(N). Its line 3 may have a precision prior(omega) on top of N s. Yields (omega, s, g_m, loss) after
+    each step; noise(t, k) is standard normal."""
     omega = omega.copy()
     s = np.full_like(omega, s_0)  # line 1
     g_m = np.zeros_like(omega)
