@@ -1,7 +1,6 @@
 """Accelerate's loop: prepare, accumulate, clip, save and load, one process and two."""
 
-import os
-import socket
+from datetime import timedelta
 
 import pytest
 
@@ -9,15 +8,16 @@ pytest.importorskip("accelerate")
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bsam
 from bsam.integrations.accelerate import probe
+from tests.integrations.two_processes import TIMEOUT, run_two_ranks
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -235,22 +235,31 @@ def test_saving_between_micro_batches(tmp_path):
 # ---------------------------------------------------------------- two processes
 
 
-def rank_trains(rank, port, folder):
-    torch.set_num_threads(1)
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port, "MASTER_ADDR": "localhost"}
-    os.environ.update({name: str(value) for name, value in numbers.items()})
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    bare = network()
-    model, optimizer = accelerator.prepare(bare, make_bsam(bare))
+def rank_trains(rank, folder):
+    """Train, see what is refused, and save the weights: without splits, and with two of them."""
+    timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=TIMEOUT))
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[timeout])
     x, y = data(12)
-    for k in range(2):
-        part = slice(6 * k, 6 * k + 4) if rank == 0 else slice(6 * k + 4, 6 * k + 6)
-        with accelerator.accumulate(model):
-            probe(accelerator, model, optimizer, lambda x, y: F.cross_entropy(model(x), y), x[part], y[part])
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.3)
-            optimizer.step()
-            optimizer.zero_grad()
+    parts = {1: [slice(6 * k, 6 * k + 4) if rank == 0 else slice(6 * k + 4, 6 * k + 6) for k in range(2)]}
+    parts[2] = [slice(6 * k + 3 * rank, 6 * k + 3 * rank + 3) for k in range(2)]
+    for splits in (1, 2):
+        bare = network()
+        model, optimizer = accelerator.prepare(bare, make_bsam(bare, splits=splits))
+
+        def loss_fn(x, y, model=model):
+            return F.cross_entropy(model(x), y)
+
+        for part in parts[splits]:
+            with accelerator.accumulate(model):
+                probe(accelerator, model, optimizer, loss_fn, x[part], y[part])
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.3)
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.save([p.detach() for p in bare.parameters()], f"{folder}/{splits}-{rank}.pt")
+
+    with pytest.raises(ValueError, match=r"the ranks have \[4, 2\] examples.* write drop_last=True"):
+        probe(accelerator, model, optimizer, loss_fn, x[parts[1][0]], y[parts[1][0]])
     grouped = network()
     grouped_optimizer = bsam.BSAM(grouped.parameters(), num_data=100, process_group=dist.group.WORLD)
     grouped_model, prepared = accelerator.prepare(grouped, grouped_optimizer)
@@ -258,18 +267,17 @@ def rank_trains(rank, port, folder):
         probe(accelerator, grouped_model, prepared, lambda x, y: F.cross_entropy(grouped_model(x), y), x, y)
     with pytest.raises(ValueError, match=r"over the 2 ranks: write model, optimizer = accelerator\.prepare"):
         probe(accelerator, bare, optimizer, lambda x, y: F.cross_entropy(bare(x), y), x, y)
-    torch.save([p.detach() for p in bare.parameters()], f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 def test_two_ranks_equal_one_process(tmp_path):
-    """Each micro-batch has 4 examples on one rank and 2 on the other, and counts as a batch of 6."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(rank_trains, args=(port, str(tmp_path)), nprocs=2, start_method="spawn")
-    expected = list(plain_loop(make_bsam, steps_of(*data(12), size=6)).parameters())
-    for rank in range(2):
-        weights = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        for p, q in zip(weights, expected, strict=True):
-            torch.testing.assert_close(p, q.detach(), rtol=0, atol=1e-12)
+    """Micro-batches of 6: 4 examples on one rank and 2 on the other, or 3 on each, of which 2 are in the first part."""
+    run_two_ranks(rank_trains, tmp_path)
+    x, y = data(12)
+    first, second = [0, 1, 3, 4], [2, 5]
+    cut = [[(x[i:][part], y[i:][part]) for i in (0, 6) for part in (first, second)]]
+    for splits, steps in ((1, steps_of(x, y, size=6)), (2, cut)):
+        expected = list(plain_loop(make_bsam, steps).parameters())
+        for rank in range(2):
+            weights = torch.load(tmp_path / f"{splits}-{rank}.pt", weights_only=True)
+            for p, q in zip(weights, expected, strict=True):
+                torch.testing.assert_close(p, q.detach(), rtol=0, atol=1e-12)

@@ -12,6 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 import bsam
 from bsam.integrations.transformers import ProbingTrainer, Trainer
+from tests.integrations.two_processes import TIMEOUT, run_two_ranks
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 VOCABULARY = 16
@@ -100,9 +101,9 @@ def class_loss(model, batch):
     return F.cross_entropy(model(input_ids=batch["input_ids"]).logits.float(), batch["labels"])
 
 
-def plain_loop(model, optimizer, steps, loss_fn, weight, precision=None, max_grad_norm=0.5):
+def plain_loop(model, optimizer, steps, loss_fn, weight, precision=None, max_grad_norm=0.5, num_steps=5):
     """What the Trainer must equal: probes, clipping, a step, a linear schedule; returns the losses."""
-    scheduler = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=5)
+    scheduler = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=num_steps)
     losses = []
     model.train()
 
@@ -302,3 +303,29 @@ def test_fp16_equals_float32_up_to_rounding(tmp_path):
     train(tmp_path, model.cuda(), make_sam(model), sentences(), fp16=True, **options)
     train(tmp_path, other.cuda(), make_sam(other), sentences(), **options)
     assert_equal_weights(model, other, rtol=0.05, atol=5e-3)
+
+
+# ---------------------------------------------------------------- two processes
+
+
+def rank_trains(rank, folder):
+    model = llama()
+    ranks = {"ddp_backend": "gloo", "ddp_timeout": TIMEOUT, "ddp_find_unused_parameters": False}
+    _, batches = train(f"{folder}/{rank}", model, make_sam(model), sentences(16), max_steps=4, **ranks)
+    torch.save({"weights": [p.detach() for p in model.parameters()], "batches": batches}, f"{folder}/{rank}.pt")
+
+
+def test_two_ranks_equal_one_process(tmp_path):
+    """Ranks have different numbers of tokens. A micro-batch is joined over the ranks, and counts by all its tokens."""
+    run_two_ranks(rank_trains, tmp_path)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    joined = [
+        {key: torch.cat([a[key], b[key]]) for key in a}
+        for a, b in zip(ranks[0]["batches"], ranks[1]["batches"], strict=True)
+    ]
+    assert any(num_tokens(a) != num_tokens(b) for a, b in zip(*(rank["batches"] for rank in ranks), strict=True))
+    other = llama()
+    plain_loop(other, make_sam(other), in_steps(joined, 4, num_steps=4), tokens_loss, num_tokens, num_steps=4)
+    for rank in ranks:
+        for p, q in zip(rank["weights"], other.parameters(), strict=True):
+            torch.testing.assert_close(p, q.detach(), rtol=1e-4, atol=1e-6)
