@@ -11,12 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import GradScalerKwargs, InitProcessGroupKwargs
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bsam
 from bsam.integrations.accelerate import probe
+from tests.integrations.devices import on_devices
 from tests.integrations.two_processes import TIMEOUT, run_two_ranks
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -50,9 +51,11 @@ def make_sam(model, **options):
 class Run:
     """A model, an optimizer and their accelerator."""
 
-    def __init__(self, make=make_bsam, dropout=0.0, dtype=torch.float64, **options):
-        self.accelerator = Accelerator(cpu=True, **options)
-        self.model = network(dropout, dtype)
+    def __init__(
+        self, make=make_bsam, dropout=0.0, dtype=torch.float64, device="cpu", accelerator=Accelerator, **options
+    ):
+        self.accelerator = accelerator(cpu=device == "cpu", **options)
+        self.model = network(dropout, dtype).to(device)
         self.own = make(self.model)
         scheduler = torch.optim.lr_scheduler.StepLR(self.own, 1, gamma=0.9)
         loader = DataLoader(TensorDataset(*data(dtype=dtype)), batch_size=2)
@@ -77,9 +80,9 @@ class Run:
         return losses
 
 
-def plain_loop(make, steps, dtype=torch.float64, precision=None):
+def plain_loop(make, steps, dtype=torch.float64, precision=None, device="cpu"):
     """What the loop must equal: all micro-batches of a step probed, clipping, a step, the scheduler."""
-    model = network(dtype=dtype)
+    model = network(dtype=dtype).to(device)
     optimizer = make(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
 
@@ -158,41 +161,59 @@ def test_weights_of_micro_batches():
     assert_equal_weights(run.model, other, rtol=0, atol=1e-12)
 
 
-def with_scaler(**options):
-    """A run in float16. On the CPU Accelerate makes no scaler, so that it is given torch's."""
+class WithScaler(Accelerator):
+    """Trains in float16. On the CPU Accelerate makes no scaler, so that it is given torch's."""
 
-    class Scaled(Accelerator):
-        def __init__(self, **given):
-            super().__init__(mixed_precision="fp16", **given)
-            self.scaler, self.native_amp = torch.amp.GradScaler("cpu", init_scale=2.0**10), True
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "Accelerator", Scaled)
-        return Run(dtype=torch.float32, **options)
+    def __init__(self, **options):
+        settings = GradScalerKwargs(init_scale=2.0**10)
+        super().__init__(mixed_precision="fp16", kwargs_handlers=[settings], **options)
+        if self.scaler is None:
+            self.scaler, self.native_amp = torch.amp.GradScaler("cpu", **settings.to_kwargs()), True
 
 
-def test_float16_with_the_scaler():
-    run = with_scaler(gradient_accumulation_steps=2)
+@on_devices
+def test_float16_with_the_scaler(device):
+    run = Run(dtype=torch.float32, device=device, accelerator=WithScaler, gradient_accumulation_steps=2)
     run.train()
-    other = plain_loop(make_bsam, steps_of(*data(dtype=torch.float32)), torch.float32)
+    steps = steps_of(*(tensor.to(device) for tensor in data(dtype=torch.float32)))
+    other = plain_loop(make_bsam, steps, torch.float32, device=device)
     assert_equal_weights(run.model, other, rtol=2e-2, atol=2e-3)
     assert run.accelerator.scaler.get_scale() == 2.0**10
+    assert run.own.skipped_steps == 0
 
 
-def test_an_overflow_is_skipped_and_lowers_the_scale():
-    run = with_scaler()
+@on_devices
+@pytest.mark.parametrize("make", [make_bsam, make_sam])
+@pytest.mark.parametrize("overflow", [1, 2])
+def test_an_overflow_in_one_gradient_is_skipped_and_lowers_the_scale(overflow, make, device):
+    """In the first gradient alone, and in the second alone."""
+    run = Run(make, dtype=torch.float32, device=device, accelerator=WithScaler)
     before = [p.clone() for p in run.model.parameters()]
-    x, y = data(2, torch.float32)
+    num_passes = 0
+
+    def loss_fn(x, y):
+        nonlocal num_passes
+        num_passes += 1
+        outputs = run.prepared(x)
+        if num_passes == overflow:
+            outputs.register_hook(lambda gradient: gradient * torch.inf)
+        return F.cross_entropy(outputs, y)
+
+    x, y = (tensor.to(device) for tensor in data(2, torch.float32))
     with run.accelerator.accumulate(run.prepared):
-        probe(run.accelerator, run.prepared, run.optimizer, lambda x, y: run.loss(x, y) * torch.inf, x, y)
+        loss = probe(run.accelerator, run.prepared, run.optimizer, loss_fn, x, y)
         run.accelerator.clip_grad_norm_(run.prepared.parameters(), 0.3)
         run.optimizer.step()
         run.optimizer.zero_grad()
+    assert loss.isfinite()
+    assert num_passes == 2
     assert run.accelerator.optimizer_step_was_skipped
+    assert run.own.skipped_steps == 1
     assert run.accelerator.scaler.get_scale() == 2.0**9
     assert all(torch.equal(p, q) for p, q in zip(run.model.parameters(), before, strict=True))
     run.train()
     assert not run.accelerator.optimizer_step_was_skipped
+    assert run.own.skipped_steps == 1
 
 
 # ---------------------------------------------------------------- errors
