@@ -12,7 +12,7 @@ TIMEOUT = 60  # seconds after which a rank that waits for the other one raises
 # The ranks are forked from a process of their own, which imports the libraries once. Most of the time of a fresh start
 # would be these imports: 5 s of work for each rank.
 mp.get_context("forkserver").set_forkserver_preload(
-    ["tests.integrations.test_accelerate", "tests.integrations.test_transformers"]
+    ["tests.integrations.test_accelerate", "tests.integrations.test_peft"]
 )
 
 
