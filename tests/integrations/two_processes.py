@@ -9,11 +9,9 @@ import torch.multiprocessing as mp
 
 TIMEOUT = 60  # seconds after which a rank that waits for the other one raises
 
-# The ranks are forked from a process of their own, which imports the libraries once. Most of the time of a fresh start
-# would be these imports: 5 s of work for each rank.
-mp.get_context("forkserver").set_forkserver_preload(
-    ["tests.integrations.test_accelerate", "tests.integrations.test_peft"]
-)
+# The ranks are forked from a process of their own, which imports the libraries once, as far as they are installed. Most
+# of the time of a fresh start would be these imports: 5 s of work for each rank.
+mp.get_context("forkserver").set_forkserver_preload(["bsam", "accelerate", "transformers.trainer", "peft", "timm"])
 
 
 def run_two_ranks(function, *arguments):
