@@ -69,7 +69,8 @@ def probe(
         # DistributedDataParallel counts every rank once. These factors make it count every example, or every token.
         num = sum(size for _, size in split_batch(batch, 1))
         size = float(num if weight is None else weight)
-        ranks = accelerator.gather(torch.tensor([[size, num]], device=accelerator.device)).tolist()
+        sizes: Tensor = accelerator.gather(torch.tensor([[size, num]], device=accelerator.device))
+        ranks: list[list[float]] = sizes.tolist()
         if own.param_groups[0]["splits"] > 1 and any(found != num for _, found in ranks):
             raise ValueError(
                 f"the ranks have {[int(found) for _, found in ranks]} examples, but their parts are joined, so with "
