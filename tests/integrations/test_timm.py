@@ -8,8 +8,9 @@ import math
 
 import pytest
 
-timm = pytest.importorskip("timm")
+pytest.importorskip("timm")
 
+import timm
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
