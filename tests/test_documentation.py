@@ -102,6 +102,22 @@ def test_the_page_of_promises_names_tests_and_records_that_exist():
         assert "`tests/" in row.split(" | ")[-1], row
 
 
+def test_every_yes_of_where_it_works_names_a_test_that_exists():
+    page = (ROOT / "docs" / "integrations" / "index.md").read_text()
+    header, _, *rows = re.findall(r"^\|.*\|$", page.split("\n## ")[0], re.MULTILINE)
+    columns = [cell.strip() for cell in header.split("|")[2:-1]]
+    sections = dict(re.findall(r"^### Tests: (.*?)\n(.*?)(?=^#|\Z)", page, re.MULTILINE | re.DOTALL))
+    assert len(rows) == len(sections) >= 6
+    for row in rows:
+        first, *cells = (cell.strip() for cell in row.split("|")[1:-1])
+        name = first[1 : first.index("]")]
+        assert cells == [f"[yes](#tests-{name.lower().replace(' ', '-')})"] * len(columns), name
+        shown = re.findall(r"^\| (.+) \| `(tests/[\w/]+\.py)::(\w+)` \|$", sections[name], re.MULTILINE)
+        assert {column for found, _, _ in shown for column in found.split(", ")} == set(columns), name
+        for _, path, test in shown:
+            assert f"\ndef {test}(" in (ROOT / path).read_text(), f"{path}::{test}"
+
+
 def test_the_demo_is_set_as_it_was_tuned_and_recorded():
     tuned = json.loads((ROOT / "results" / "demo_tuning.json").read_text())["methods"]
     recorded = json.loads((ROOT / "results" / "demo.json").read_text())["methods"]

@@ -1,5 +1,6 @@
 """Accelerate's loop: prepare, accumulate, clip, save and load, one process and two."""
 
+import functools
 from datetime import timedelta
 
 import pytest
@@ -80,10 +81,8 @@ class Run:
         return losses
 
 
-def plain_loop(make, steps, dtype=torch.float64, precision=None, device="cpu"):
-    """What the loop must equal: all micro-batches of a step probed, clipping, a step, the scheduler."""
-    model = network(dtype=dtype).to(device)
-    optimizer = make(model)
+def train_in_a_loop(model, optimizer, steps, precision=None):
+    """What Accelerate's loop must equal: all micro-batches of a step probed, clipping, a step, the scheduler."""
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
 
     def loss_fn(x, y):
@@ -98,6 +97,12 @@ def plain_loop(make, steps, dtype=torch.float64, precision=None, device="cpu"):
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+
+
+def plain_loop(make, steps, dtype=torch.float64, precision=None, device="cpu"):
+    """Return a model that was trained in a loop."""
+    model = network(dtype=dtype).to(device)
+    train_in_a_loop(model, make(model), steps, precision)
     return model
 
 
@@ -146,6 +151,18 @@ def test_resuming_equals_no_interruption(tmp_path):
     assert_equal_weights(run.model, later.model, rtol=0, atol=0)
     for p, q in zip(run.model.parameters(), later.model.parameters(), strict=True):
         assert all(torch.equal(value, later.own.state[q][name]) for name, value in run.own.state[p].items())
+
+
+def test_the_posterior_is_that_of_the_plain_loop():
+    make = functools.partial(make_bsam, betas=(0.9, 0.5))
+    run = Run(make)
+    run.train()
+    model = network()
+    optimizer = make(model)
+    train_in_a_loop(model, optimizer, steps_of(*data(), accumulated=1))
+    found, expected = run.own.posterior(run.accelerator.unwrap_model(run.prepared)), optimizer.posterior(model)
+    torch.testing.assert_close(found.mean, expected.mean)
+    torch.testing.assert_close(found.std, expected.std)
 
 
 def test_weights_of_micro_batches():
