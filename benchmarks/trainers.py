@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-import lightning
 import torch
 import torch.nn.functional as F
 import transformers
@@ -43,8 +42,6 @@ import bsam
 from bsam.experiments.models import make_model
 from bsam.experiments.record import environment, write_json
 from bsam.integrations import accelerate as for_accelerate
-from bsam.integrations import fabric as for_fabric
-from bsam.integrations import lightning as for_lightning
 from bsam.integrations import transformers as for_transformers
 
 BAR = 0.03
@@ -63,18 +60,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("trainers.json"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument(
+        "--loops", nargs="+", choices=LOOPS, default=list(LOOPS), help="Which to compare with the loop."
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     batch = torch.randn(128, 1, 28, 28), torch.randint(10, (128,))
+    loops = {name: prepare for name, prepare in LOOPS.items() if name in ("loop", *arguments.loops)}
     made: list[Optimizer] = []
 
     def maker(kind: str) -> MakeOptimizer:
         return lambda model: made.append(OPTIMIZERS[kind](model)) or made[-1]
 
-    turns = {(name, kind): prepare(batch, kind, maker(kind)) for name, prepare in LOOPS.items() for kind in OPTIMIZERS}
+    turns = {(name, kind): prepare(batch, kind, maker(kind)) for name, prepare in loops.items() for kind in OPTIMIZERS}
     times: dict[tuple[str, str], list[float]] = {each: [] for each in turns}
     for _ in range(arguments.rounds + 1):
         for each, turn in turns.items():
@@ -92,8 +93,8 @@ def main() -> None:
         "rounds": arguments.rounds,
         "steps_a_round": STEPS,
         "bar": BAR,
-        "ms": {name: {kind: statistics.median(times[name, kind]) for kind in OPTIMIZERS} for name in LOOPS},
-        "extra": {name: extra(times, name) for name in LOOPS if name != "loop"},
+        "ms": {name: {kind: statistics.median(times[name, kind]) for kind in OPTIMIZERS} for name in loops},
+        "extra": {name: extra(times, name) for name in loops if name != "loop"},
         "environment": environment(),
         "peers": {name: version(name) for name in ("accelerate", "lightning", "transformers")},
     }
@@ -188,6 +189,10 @@ def with_accelerate(batch: Batch, kind: str, make: MakeOptimizer) -> Turn:
 
 
 def with_fabric(batch: Batch, kind: str, make: MakeOptimizer) -> Turn:
+    import lightning
+
+    from bsam.integrations import fabric as for_fabric
+
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
     bare = make_mlp()
     model, optimizer = fabric.setup(bare, make(bare))
@@ -211,6 +216,10 @@ def with_fabric(batch: Batch, kind: str, make: MakeOptimizer) -> Turn:
 
 
 def with_lightning(batch: Batch, kind: str, make: MakeOptimizer) -> Turn:
+    import lightning
+
+    from bsam.integrations import lightning as for_lightning
+
     base: Any = lightning.LightningModule if kind == "Adam" else for_lightning.LightningModule
 
     class Module(base):  # type: ignore[misc]
