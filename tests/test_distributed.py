@@ -351,3 +351,68 @@ def test_micro_batches_of_a_ddp_wrapped_model(tmp_path):
     for rank in range(2):
         got = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         torch.testing.assert_close(got, model.state_dict(), rtol=1e-10, atol=1e-12)
+
+
+class DDPRun:
+    """A DDP-wrapped model and its optimizer, or without ranks the bare model."""
+
+    def __init__(self, dtype=None, ranks=True):
+        self.dtype = dtype
+        torch.manual_seed(0)
+        self.bare = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).to(
+            torch.float32 if dtype else torch.double
+        )
+        self.model = nn.parallel.DistributedDataParallel(self.bare) if ranks else self.bare
+        self.optimizer = bsam.BSAM(self.model.parameters(), num_data=24, lr=0.2, betas=(0.9, 0.5), max_grad_norm=None)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=dtype == torch.float16)
+
+    def loss(self, x, y):
+        with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype is not None):
+            outputs = self.model(x.to(next(self.bare.parameters()).dtype))
+        return nn.functional.cross_entropy(outputs.double(), y)
+
+    def train(self, steps, part=slice(None)):
+        for step in steps:
+            x, y = (t[part] for t in data(step))
+            self.optimizer.probe(self.loss, x, y, scaler=self.scaler)
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+def run_ddp_rank_that_clips_and_resumes(rank, dtype, folder):
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    part = slice(rank, None, 2)
+    run = DDPRun(dtype)
+    run.train(range(3), part)
+    if rank == 0:
+        states = {"model": run.bare.state_dict(), "optimizer": run.optimizer.state_dict()}
+        torch.save(states, f"{folder}/checkpoint.pt")
+    dist.barrier()
+    later = DDPRun(dtype)
+    saved = torch.load(f"{folder}/checkpoint.pt", weights_only=True)
+    later.bare.load_state_dict(saved["model"])
+    later.optimizer.load_state_dict(saved["optimizer"])
+    for each in (run, later):
+        each.train(range(3, STEPS), part)
+    assert run.optimizer.skipped_steps == 0
+    for p, q in zip(run.bare.parameters(), later.bare.parameters(), strict=True):
+        assert torch.equal(p, q)
+    later.optimizer.posterior(later.bare).save(f"{folder}/{rank}.safetensors")
+    leave()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_a_ddp_wrapped_model_with_clipping_and_precision_is_resumed_and_has_a_posterior(dtype, tmp_path):
+    start_ranks(run_ddp_rank_that_clips_and_resumes, (dtype, str(tmp_path)))
+    run = DDPRun(dtype, ranks=False)
+    run.train(range(STEPS))
+    expected = run.optimizer.posterior(run.bare)
+    tolerance = {"rtol": 1e-10, "atol": 1e-12} if dtype is None else {"rtol": 0.02, "atol": 0.005}
+    for rank in range(2):
+        found = bsam.load_posterior(tmp_path / f"{rank}.safetensors")
+        torch.testing.assert_close(found.mean, expected.mean, **tolerance)
+        torch.testing.assert_close(found.std, expected.std, **tolerance)

@@ -1,5 +1,6 @@
 """The code of README and docs runs, and the pages do not lie about what is there."""
 
+import importlib.util
 import json
 import re
 import socket
@@ -22,13 +23,24 @@ CODE_OR_DIFF = re.compile(r"^```(?:python|diff)\n(.*?)^```", re.MULTILINE | re.D
 REMOVED = re.compile(r"^-.*$", re.MULTILINE)
 
 
-def needs_a_library(page):
-    return page.parent.name == "integrations"
+def library(page):
+    """The trainer's library that the code of a page needs: its name is that of the page."""
+    return page.stem if page.parent.name == "integrations" and page.stem != "index" else None
+
+
+def marks(page):
+    """Code that needs a library runs with the tests of integrations; timm's where torchvision fits torch."""
+    name = library(page)
+    if name is None:
+        return []
+    missing = pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}")
+    found = [pytest.mark.integrations, missing]
+    return [*found, pytest.mark.gpu] if name == "timm" else found
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, marks=[pytest.mark.integrations] if needs_a_library(p) else []) for p in PAGES],
+    [pytest.param(page, marks=marks(page)) for page in PAGES],
     ids=lambda p: str(p.relative_to(ROOT)),
 )
 def test_the_code_on_the_page_runs(page, tmp_path, monkeypatch):
@@ -41,7 +53,7 @@ def test_the_code_on_the_page_runs(page, tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(value))
     text = page.read_text()
     namespace: dict[str, object] = {"__name__": "__page__"}
-    for block in (CODE_OR_DIFF if needs_a_library(page) else FENCE).finditer(text):
+    for block in (CODE_OR_DIFF if library(page) else FENCE).finditer(text):
         line = text[: block.start()].count("\n") + 1
         code = block.group(1)
         if block.group().startswith("```diff"):
@@ -88,6 +100,22 @@ def test_the_page_of_promises_names_tests_and_records_that_exist():
         assert (ROOT / path).is_file(), path
     for row in re.findall(r"^\| (?!promise|---).*", page, re.MULTILINE):
         assert "`tests/" in row.split(" | ")[-1], row
+
+
+def test_every_yes_of_where_it_works_names_a_test_that_exists():
+    page = (ROOT / "docs" / "integrations" / "index.md").read_text()
+    header, _, *rows = re.findall(r"^\|.*\|$", page.split("\n## ")[0], re.MULTILINE)
+    columns = [cell.strip() for cell in header.split("|")[2:-1]]
+    sections = dict(re.findall(r"^### Tests: (.*?)\n(.*?)(?=^#|\Z)", page, re.MULTILINE | re.DOTALL))
+    assert len(rows) == len(sections) >= 6
+    for row in rows:
+        first, *cells = (cell.strip() for cell in row.split("|")[1:-1])
+        name = first[1 : first.index("]")]
+        assert cells == [f"[yes](#tests-{name.lower().replace(' ', '-')})"] * len(columns), name
+        shown = re.findall(r"^\| (.+) \| `(tests/[\w/]+\.py)::(\w+)` \|$", sections[name], re.MULTILINE)
+        assert {column for found, _, _ in shown for column in found.split(", ")} == set(columns), name
+        for _, path, test in shown:
+            assert f"\ndef {test}(" in (ROOT / path).read_text(), f"{path}::{test}"
 
 
 def test_the_demo_is_set_as_it_was_tuned_and_recorded():

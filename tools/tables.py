@@ -18,7 +18,7 @@ from pathlib import Path
 from bsam.experiments.comparison import TABLES, compare
 from bsam.experiments.record import read_json
 from bsam.files import write_text
-from tools import out_of_the_box, speeds
+from tools import out_of_the_box, speeds, trainers
 from tools.markdown import (
     block_markdown,
     comparison_markdown,
@@ -53,8 +53,8 @@ def render(name: str, results: Path) -> str:
     """Write a table in Markdown.
 
     Args:
-        name: demo, speeds, table1 to table6, one block of a table like table1/cifar10, counts or margins of all
-            tables, sweep_rho, ablate_NAME, tuning_NAME, or out_of_the_box, also with _choosing and /problems.
+        name: demo, speeds, trainers, table1 to table6, one block of a table like table1/cifar10, counts or margins of
+            all tables, sweep_rho, ablate_NAME, tuning_NAME, or out_of_the_box, also with _choosing and /problems.
         results: The folder of the records.
     """
     if name in TABLES:
@@ -71,6 +71,9 @@ def render(name: str, results: Path) -> str:
         return demo_markdown(read_json(results / "demo.json"))
     if name == "speeds":
         return speeds.markdown(results)
+    if name == "trainers":
+        path = results / "trainers.json"
+        return trainers.markdown(read_json(path)) if path.exists() else "Not recorded yet: `benchmarks/trainers.py`."
     if name in _OUT_OF_THE_BOX:
         return _OUT_OF_THE_BOX[name](read_json(results / f"{table}.json"))
     if name in (*_STUDIES, *_TUNINGS):

@@ -1,7 +1,7 @@
 """Accelerate's loop: prepare, accumulate, clip, save and load, one process and two."""
 
-import os
-import socket
+import functools
+from datetime import timedelta
 
 import pytest
 
@@ -9,15 +9,17 @@ pytest.importorskip("accelerate")
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import GradScalerKwargs, InitProcessGroupKwargs
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bsam
 from bsam.integrations.accelerate import probe
+from tests.integrations.devices import on_devices
+from tests.integrations.two_processes import TIMEOUT, run_two_ranks
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -50,9 +52,11 @@ def make_sam(model, **options):
 class Run:
     """A model, an optimizer and their accelerator."""
 
-    def __init__(self, make=make_bsam, dropout=0.0, dtype=torch.float64, **options):
-        self.accelerator = Accelerator(cpu=True, **options)
-        self.model = network(dropout, dtype)
+    def __init__(
+        self, make=make_bsam, dropout=0.0, dtype=torch.float64, device="cpu", accelerator=Accelerator, **options
+    ):
+        self.accelerator = accelerator(cpu=device == "cpu", **options)
+        self.model = network(dropout, dtype).to(device)
         self.own = make(self.model)
         scheduler = torch.optim.lr_scheduler.StepLR(self.own, 1, gamma=0.9)
         loader = DataLoader(TensorDataset(*data(dtype=dtype)), batch_size=2)
@@ -77,10 +81,8 @@ class Run:
         return losses
 
 
-def plain_loop(make, steps, dtype=torch.float64, precision=None):
-    """What the loop must equal: all micro-batches of a step probed, clipping, a step, the scheduler."""
-    model = network(dtype=dtype)
-    optimizer = make(model)
+def train_in_a_loop(model, optimizer, steps, precision=None):
+    """What Accelerate's loop must equal: all micro-batches of a step probed, clipping, a step, the scheduler."""
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
 
     def loss_fn(x, y):
@@ -95,6 +97,12 @@ def plain_loop(make, steps, dtype=torch.float64, precision=None):
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+
+
+def plain_loop(make, steps, dtype=torch.float64, precision=None, device="cpu"):
+    """Return a model that was trained in a loop."""
+    model = network(dtype=dtype).to(device)
+    train_in_a_loop(model, make(model), steps, precision)
     return model
 
 
@@ -145,6 +153,18 @@ def test_resuming_equals_no_interruption(tmp_path):
         assert all(torch.equal(value, later.own.state[q][name]) for name, value in run.own.state[p].items())
 
 
+def test_the_posterior_is_that_of_the_plain_loop():
+    make = functools.partial(make_bsam, betas=(0.9, 0.5))
+    run = Run(make)
+    run.train()
+    model = network()
+    optimizer = make(model)
+    train_in_a_loop(model, optimizer, steps_of(*data(), accumulated=1))
+    found, expected = run.own.posterior(run.accelerator.unwrap_model(run.prepared)), optimizer.posterior(model)
+    torch.testing.assert_close(found.mean, expected.mean)
+    torch.testing.assert_close(found.std, expected.std)
+
+
 def test_weights_of_micro_batches():
     run = Run(make_sam, gradient_accumulation_steps=2)
     (x, y), other = data(4), network()
@@ -158,41 +178,59 @@ def test_weights_of_micro_batches():
     assert_equal_weights(run.model, other, rtol=0, atol=1e-12)
 
 
-def with_scaler(**options):
-    """A run in float16. On the CPU Accelerate makes no scaler, so that it is given torch's."""
+class WithScaler(Accelerator):
+    """Trains in float16. On the CPU Accelerate makes no scaler, so that it is given torch's."""
 
-    class Scaled(Accelerator):
-        def __init__(self, **given):
-            super().__init__(mixed_precision="fp16", **given)
-            self.scaler, self.native_amp = torch.amp.GradScaler("cpu", init_scale=2.0**10), True
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "Accelerator", Scaled)
-        return Run(dtype=torch.float32, **options)
+    def __init__(self, **options):
+        settings = GradScalerKwargs(init_scale=2.0**10)
+        super().__init__(mixed_precision="fp16", kwargs_handlers=[settings], **options)
+        if self.scaler is None:
+            self.scaler, self.native_amp = torch.amp.GradScaler("cpu", **settings.to_kwargs()), True
 
 
-def test_float16_with_the_scaler():
-    run = with_scaler(gradient_accumulation_steps=2)
+@on_devices
+def test_float16_with_the_scaler(device):
+    run = Run(dtype=torch.float32, device=device, accelerator=WithScaler, gradient_accumulation_steps=2)
     run.train()
-    other = plain_loop(make_bsam, steps_of(*data(dtype=torch.float32)), torch.float32)
+    steps = steps_of(*(tensor.to(device) for tensor in data(dtype=torch.float32)))
+    other = plain_loop(make_bsam, steps, torch.float32, device=device)
     assert_equal_weights(run.model, other, rtol=2e-2, atol=2e-3)
     assert run.accelerator.scaler.get_scale() == 2.0**10
+    assert run.own.skipped_steps == 0
 
 
-def test_an_overflow_is_skipped_and_lowers_the_scale():
-    run = with_scaler()
+@on_devices
+@pytest.mark.parametrize("make", [make_bsam, make_sam])
+@pytest.mark.parametrize("overflow", [1, 2])
+def test_an_overflow_in_one_gradient_is_skipped_and_lowers_the_scale(overflow, make, device):
+    """In the first gradient alone, and in the second alone."""
+    run = Run(make, dtype=torch.float32, device=device, accelerator=WithScaler)
     before = [p.clone() for p in run.model.parameters()]
-    x, y = data(2, torch.float32)
+    num_passes = 0
+
+    def loss_fn(x, y):
+        nonlocal num_passes
+        num_passes += 1
+        outputs = run.prepared(x)
+        if num_passes == overflow:
+            outputs.register_hook(lambda gradient: gradient * torch.inf)
+        return F.cross_entropy(outputs, y)
+
+    x, y = (tensor.to(device) for tensor in data(2, torch.float32))
     with run.accelerator.accumulate(run.prepared):
-        probe(run.accelerator, run.prepared, run.optimizer, lambda x, y: run.loss(x, y) * torch.inf, x, y)
+        loss = probe(run.accelerator, run.prepared, run.optimizer, loss_fn, x, y)
         run.accelerator.clip_grad_norm_(run.prepared.parameters(), 0.3)
         run.optimizer.step()
         run.optimizer.zero_grad()
+    assert loss.isfinite()
+    assert num_passes == 2
     assert run.accelerator.optimizer_step_was_skipped
+    assert run.own.skipped_steps == 1
     assert run.accelerator.scaler.get_scale() == 2.0**9
     assert all(torch.equal(p, q) for p, q in zip(run.model.parameters(), before, strict=True))
     run.train()
     assert not run.accelerator.optimizer_step_was_skipped
+    assert run.own.skipped_steps == 1
 
 
 # ---------------------------------------------------------------- errors
@@ -235,22 +273,31 @@ def test_saving_between_micro_batches(tmp_path):
 # ---------------------------------------------------------------- two processes
 
 
-def rank_trains(rank, port, folder):
-    torch.set_num_threads(1)
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port, "MASTER_ADDR": "localhost"}
-    os.environ.update({name: str(value) for name, value in numbers.items()})
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    bare = network()
-    model, optimizer = accelerator.prepare(bare, make_bsam(bare))
+def rank_trains(rank, folder):
+    """Train, see what is refused, and save the weights: without splits, and with two of them."""
+    timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=TIMEOUT))
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[timeout])
     x, y = data(12)
-    for k in range(2):
-        part = slice(6 * k, 6 * k + 4) if rank == 0 else slice(6 * k + 4, 6 * k + 6)
-        with accelerator.accumulate(model):
-            probe(accelerator, model, optimizer, lambda x, y: F.cross_entropy(model(x), y), x[part], y[part])
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.3)
-            optimizer.step()
-            optimizer.zero_grad()
+    parts = {1: [slice(6 * k, 6 * k + 4) if rank == 0 else slice(6 * k + 4, 6 * k + 6) for k in range(2)]}
+    parts[2] = [slice(6 * k + 3 * rank, 6 * k + 3 * rank + 3) for k in range(2)]
+    for splits in (1, 2):
+        bare = network()
+        model, optimizer = accelerator.prepare(bare, make_bsam(bare, splits=splits))
+
+        def loss_fn(x, y, model=model):
+            return F.cross_entropy(model(x), y)
+
+        for part in parts[splits]:
+            with accelerator.accumulate(model):
+                probe(accelerator, model, optimizer, loss_fn, x[part], y[part])
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.3)
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.save([p.detach() for p in bare.parameters()], f"{folder}/{splits}-{rank}.pt")
+
+    with pytest.raises(ValueError, match=r"the ranks have \[4, 2\] examples.* write drop_last=True"):
+        probe(accelerator, model, optimizer, loss_fn, x[parts[1][0]], y[parts[1][0]])
     grouped = network()
     grouped_optimizer = bsam.BSAM(grouped.parameters(), num_data=100, process_group=dist.group.WORLD)
     grouped_model, prepared = accelerator.prepare(grouped, grouped_optimizer)
@@ -258,18 +305,17 @@ def rank_trains(rank, port, folder):
         probe(accelerator, grouped_model, prepared, lambda x, y: F.cross_entropy(grouped_model(x), y), x, y)
     with pytest.raises(ValueError, match=r"over the 2 ranks: write model, optimizer = accelerator\.prepare"):
         probe(accelerator, bare, optimizer, lambda x, y: F.cross_entropy(bare(x), y), x, y)
-    torch.save([p.detach() for p in bare.parameters()], f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 def test_two_ranks_equal_one_process(tmp_path):
-    """Each micro-batch has 4 examples on one rank and 2 on the other, and counts as a batch of 6."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(rank_trains, args=(port, str(tmp_path)), nprocs=2, start_method="spawn")
-    expected = list(plain_loop(make_bsam, steps_of(*data(12), size=6)).parameters())
-    for rank in range(2):
-        weights = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        for p, q in zip(weights, expected, strict=True):
-            torch.testing.assert_close(p, q.detach(), rtol=0, atol=1e-12)
+    """Micro-batches of 6: 4 examples on one rank and 2 on the other, or 3 on each, of which 2 are in the first part."""
+    run_two_ranks(rank_trains, tmp_path)
+    x, y = data(12)
+    first, second = [0, 1, 3, 4], [2, 5]
+    cut = [[(x[i:][part], y[i:][part]) for i in (0, 6) for part in (first, second)]]
+    for splits, steps in ((1, steps_of(x, y, size=6)), (2, cut)):
+        expected = list(plain_loop(make_bsam, steps).parameters())
+        for rank in range(2):
+            weights = torch.load(tmp_path / f"{splits}-{rank}.pt", weights_only=True)
+            for p, q in zip(weights, expected, strict=True):
+                torch.testing.assert_close(p, q.detach(), rtol=0, atol=1e-12)

@@ -12,6 +12,8 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 import bsam
 from bsam.integrations.transformers import ProbingTrainer, Trainer
+from tests.integrations.devices import on_devices
+from tests.integrations.two_processes import TIMEOUT, run_two_ranks
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 VOCABULARY = 16
@@ -67,6 +69,16 @@ class Recording:
         return batch
 
 
+class Recorded:
+    """A collator that gives recorded batches, whatever the examples."""
+
+    def __init__(self, batches):
+        self.batches = iter(batches)
+
+    def __call__(self, examples):
+        return next(self.batches)
+
+
 def arguments(folder, **options):
     usual = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 5, "max_grad_norm": 0.5}
     quiet = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no", "use_cpu": True}
@@ -75,14 +87,8 @@ def arguments(folder, **options):
 
 def train(folder, model, optimizer, data, trainer_class=Trainer, resume=None, trainer_options=None, **options):
     collator = Recording()
-    trainer = trainer_class(
-        model,
-        arguments(folder, **options),
-        train_dataset=data,
-        data_collator=collator,
-        optimizers=(optimizer, None),
-        **(trainer_options or {}),
-    )
+    usual = {"data_collator": collator, "train_dataset": data, "optimizers": (optimizer, None)}
+    trainer = trainer_class(model, arguments(folder, **options), **{**usual, **(trainer_options or {})})
     trainer.train(resume_from_checkpoint=resume)
     return trainer, collator.batches
 
@@ -100,9 +106,9 @@ def class_loss(model, batch):
     return F.cross_entropy(model(input_ids=batch["input_ids"]).logits.float(), batch["labels"])
 
 
-def plain_loop(model, optimizer, steps, loss_fn, weight, precision=None, max_grad_norm=0.5):
+def plain_loop(model, optimizer, steps, loss_fn, weight, precision=None, max_grad_norm=0.5, num_steps=5):
     """What the Trainer must equal: probes, clipping, a step, a linear schedule; returns the losses."""
-    scheduler = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=5)
+    scheduler = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=num_steps)
     losses = []
     model.train()
 
@@ -291,14 +297,100 @@ def test_several_gpus_in_one_process(tmp_path):
         trainer.train()
 
 
-# ---------------------------------------------------------------- on a GPU
+# ---------------------------------------------------------------- float16
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_fp16_equals_float32_up_to_rounding(tmp_path):
-    model, other = llama(), llama()
-    options = {"use_cpu": False}
-    train(tmp_path, model.cuda(), make_sam(model), sentences(), fp16=True, **options)
-    train(tmp_path, other.cuda(), make_sam(other), sentences(), **options)
+class WithScaler(Trainer):
+    """Trains in float16. On the CPU Accelerate makes no scaler, so that it is given torch's.
+
+    The gradient of one pass overflows, counted over all passes.
+    """
+
+    overflow = 0
+    num_passes = 0
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler(self.args.device.type, init_scale=2.0**10)
+        self.accelerator.native_amp = True
+
+    def compute_loss(self, model, inputs, **options):
+        self.num_passes += 1
+        loss = super().compute_loss(model, inputs, **options)
+        if self.num_passes == self.overflow:
+            loss.register_hook(lambda gradient: gradient * torch.inf)
+        return loss
+
+
+class FirstOverflows(WithScaler):
+    overflow = 1
+
+
+class SecondOverflows(WithScaler):
+    overflow = 2
+
+
+@on_devices
+@pytest.mark.parametrize("make", [make_bsam, make_sam])
+def test_float16_equals_float32_up_to_rounding(make, device, tmp_path):
+    model, other = llama().to(device), llama().to(device)
+    on_device = {"use_cpu": device == "cpu"}
+    trainer, _ = train(tmp_path, model, make(model), sentences(), trainer_class=WithScaler, fp16=True, **on_device)
+    train(tmp_path, other, make(other), sentences(), **on_device)
+    assert trainer.optimizer.optimizer.skipped_steps == 0
     assert_equal_weights(model, other, rtol=0.05, atol=5e-3)
+    assert not torch.equal(model.lm_head.weight, other.lm_head.weight)  # float16 was used
+
+
+@on_devices
+@pytest.mark.parametrize("make", [make_bsam, make_sam])
+@pytest.mark.parametrize("trainer_class", [FirstOverflows, SecondOverflows])
+def test_an_overflow_in_one_gradient_is_skipped_and_lowers_the_scale(trainer_class, make, device, tmp_path):
+    """The first of two steps is skipped. The second equals a first step, with a scale of half the size."""
+    model, other = llama().to(device), llama().to(device)
+    optimizer, plain = make(model), make(other)
+    options = {"use_cpu": device == "cpu", "fp16": True, "lr_scheduler_type": "constant"}
+    data = sentences(4)
+    trainer, batches = train(tmp_path, model, optimizer, data, trainer_class=trainer_class, max_steps=2, **options)
+    assert optimizer.skipped_steps == 1
+    assert trainer.accelerator.scaler.get_scale() == 2.0**9
+    assert trainer.num_passes == 8  # two steps of two micro-batches of two passes
+    repeated = Recorded(batches[2:])
+    train(
+        tmp_path,
+        other,
+        plain,
+        data,
+        trainer_class=WithScaler,
+        max_steps=1,
+        trainer_options={"data_collator": repeated},
+        **options,
+    )
+    assert plain.skipped_steps == 0
+    assert_equal_weights(model, other, rtol=1e-3, atol=1e-5)
+
+
+# ---------------------------------------------------------------- two processes
+
+
+def rank_trains(rank, folder):
+    model = llama()
+    ranks = {"ddp_backend": "gloo", "ddp_timeout": TIMEOUT, "ddp_find_unused_parameters": False}
+    _, batches = train(f"{folder}/{rank}", model, make_sam(model), sentences(16), max_steps=4, **ranks)
+    torch.save({"weights": [p.detach() for p in model.parameters()], "batches": batches}, f"{folder}/{rank}.pt")
+
+
+def test_two_ranks_equal_one_process(tmp_path):
+    """Ranks have different numbers of tokens. A micro-batch is joined over the ranks, and counts by all its tokens."""
+    run_two_ranks(rank_trains, tmp_path)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    joined = [
+        {key: torch.cat([a[key], b[key]]) for key in a}
+        for a, b in zip(ranks[0]["batches"], ranks[1]["batches"], strict=True)
+    ]
+    assert any(num_tokens(a) != num_tokens(b) for a, b in zip(*(rank["batches"] for rank in ranks), strict=True))
+    other = llama()
+    plain_loop(other, make_sam(other), in_steps(joined, 4, num_steps=4), tokens_loss, num_tokens, num_steps=4)
+    for rank in ranks:
+        for p, q in zip(rank["weights"], other.parameters(), strict=True):
+            torch.testing.assert_close(p, q.detach(), rtol=1e-4, atol=1e-6)

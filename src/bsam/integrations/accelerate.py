@@ -67,8 +67,17 @@ def probe(
         if not is_averaging:
             return own.probe(loss_fn, *batch, weight=weight, last=last, scaler=scaler)
         # DistributedDataParallel counts every rank once. These factors make it count every example, or every token.
-        size = float(sum(size for _, size in split_batch(batch, 1)) if weight is None else weight)
-        mean = float(accelerator.reduce(torch.tensor(size, device=accelerator.device), "mean"))
+        num = sum(size for _, size in split_batch(batch, 1))
+        size = float(num if weight is None else weight)
+        sizes: Tensor = accelerator.gather(torch.tensor([[size, num]], device=accelerator.device))
+        ranks: list[list[float]] = sizes.tolist()
+        if own.param_groups[0]["splits"] > 1 and any(found != num for _, found in ranks):
+            raise ValueError(
+                f"the ranks have {[int(found) for _, found in ranks]} examples, but their parts are joined, so with "
+                f"splits={own.param_groups[0]['splits']} all ranks need the same number: write drop_last=True in the "
+                "DataLoader, or splits=1."
+            )
+        mean = sum(size for size, _ in ranks) / len(ranks)
         share = size / mean
 
         def shared_loss(*part: Any) -> Tensor | float:

@@ -233,7 +233,7 @@ class ProbingOptimizer(SplittingOptimizer):
             slots, parts = self._prepare(batch)
         elif pending is not None:
             slots = self._slots()
-            self._check_pending(pending, slots)
+            changed = self._check_pending(pending, slots)
         elif self._is_asked_for_state():
             self._make_state()
             return torch.zeros(())
@@ -249,14 +249,17 @@ class ProbingOptimizer(SplittingOptimizer):
                 pending = self._opened(slots, buffers, None)
                 pending, _ = self._look(slots, pending, closure, parts, _weight(None, parts))
                 losses, averages = pending.probed
+                unchecked: Iterable[str] = ()
             else:
                 assert pending is not None
                 losses, averages = self._copied_before_writes(pending.as_in_grad(unscaled=True).probed)
+                # A probe checks its own numbers. Means of several probes, and what was written into `.grad`, are new.
+                unchecked = averages if pending.num_probes > 1 else ["gradient"] if changed else ()
             buffers, weight = pending.buffers, pending.weight
             del pending  # the update frees the averages one by one
             if self.process_group is not None:
                 self._average_over_ranks(slots, weight, losses, averages)
-            accept = self._accepted(slots, losses, averages, is_checked=closure is not None)
+            accept = self._accepted(slots, losses, averages, unchecked)
             clip_gradient(averages["gradient"], self._option("max_grad_norm"))
             if accept is not None:
                 buffers.restore(unless=accept)
@@ -391,8 +394,8 @@ class ProbingOptimizer(SplittingOptimizer):
             self._pending = None
         return self._pending
 
-    def _check_pending(self, pending: Pending, slots: list[Slot]) -> None:
-        """Raise unless the step can apply the pending probes, and mark the slots that have gradients."""
+    def _check_pending(self, pending: Pending, slots: list[Slot]) -> bool:
+        """Raise unless the step can apply the pending probes; mark slots with gradients; return if any was changed."""
         pending.check_complete([slot.parameter for slot in slots], self)
         for slot in slots:
             slot.seen = slot.parameter.grad is not None
@@ -403,15 +406,20 @@ class ProbingOptimizer(SplittingOptimizer):
                 "process_group= it is the gradient of this rank alone, which is averaged in step(). To clip the "
                 "averaged gradient, write max_grad_norm= when you make the optimizer."
             )
+        return bool(changed)
 
     def _accepted(
-        self, slots: list[Slot], losses: list[Tensor], averages: dict[str, list[Tensor]], *, is_checked: bool
+        self, slots: list[Slot], losses: list[Tensor], averages: dict[str, list[Tensor]], unchecked: Iterable[str]
     ) -> Tensor | None:
-        """Return whether all numbers are finite, on the device; None if that is known: otherwise an error is raised."""
+        """Return whether all numbers are finite, on the device; None if that is known: otherwise an error is raised.
+
+        `unchecked` names the averages that no probe of this rank has checked.
+        """
         if self._option("nonfinite") == "skip":
             return all_finite([*losses, *(t for tensors in averages.values() for t in tensors)])
-        if not is_checked or self.process_group is not None:
-            self._raise_unless_finite(slots, losses, averages)
+        names = list(averages if self.process_group is not None else unchecked)
+        if names:
+            self._raise_unless_finite(slots, losses, {name: averages[name] for name in names})
         return None
 
     def _raise_unless_finite(self, slots: list[Slot], losses: list[Tensor], averages: dict[str, list[Tensor]]) -> None:
