@@ -1,0 +1,177 @@
+"""Lightning: a `LightningModule` whose `training_step` is the loss function of a step.
+
+Lightning's automatic optimization runs `training_step` in every pass of a step, so that logs and metrics count each
+batch several times, and it accumulates gradients that no method here could use. This class optimizes manually inside:
+every batch is probed, and Lightning takes the step, with its own hooks, precision and `global_step`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import lightning
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torchmetrics import Metric
+
+from bsam.integrations.fabric import averages_gradients
+from bsam.integrations.lightning_checkpoints import SavePosterior
+from bsam.integrations.passes import Passes, refuse_transformed
+
+__all__ = ["LightningModule", "SavePosterior"]
+
+
+class LightningModule(lightning.LightningModule):
+    """A `lightning.LightningModule` that trains with an optimizer of bsam; write `training_step` as always.
+
+    `self.log` and metrics see the first pass over each example only; for other side effects ask `self.first_pass`.
+    Schedulers step as in automatic optimization, except `ReduceLROnPlateau`, which you step yourself.
+
+    Args:
+        accumulate_grad_batches: Number of micro-batches per step. The last batch of an epoch always steps.
+        gradient_clip_val: Largest norm, or value, of the gradient that is applied.
+        gradient_clip_algorithm: "norm" or "value".
+        join_micro_batches: Whether the micro-batches of a step share one noise and one perturbation, as a single large
+            batch would. By default they are further splits.
+    """
+
+    def __init__(
+        self,
+        *,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] = "norm",
+        join_micro_batches: bool = False,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self._accumulate, self._clip_val, self._join = accumulate_grad_batches, gradient_clip_val, join_micro_batches
+        self._clip = {"norm": clip_grad_norm_, "value": clip_grad_value_}[gradient_clip_algorithm]
+        self._is_waiting = False  # probes are pending
+        self._passes: Passes | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        step = cls.training_step  # of this class, or of a mixin
+        if step is not lightning.LightningModule.training_step and not hasattr(step, "is_probed"):
+            cls.training_step = _probed(step)
+
+    @property
+    def first_pass(self) -> bool:
+        """Whether `training_step` sees its examples for the first time."""
+        return self._passes is None or self._passes.is_first
+
+    def probe_weight(self, batch: Any) -> float | None:
+        """Return the number of terms in the mean loss of a batch. Override it; None is the number of examples."""
+        return None
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Log a value as Lightning does, in the first pass only."""
+        refuse_transformed(value)
+        if self.first_pass:
+            super().log(name, value, *args, **kwargs)
+
+    def configure_callbacks(self) -> Any:
+        """Refuse arguments of the Trainer that would act on each pass of a step; there are no callbacks."""
+        trainer = self.trainer
+        accumulates, clips = trainer.accumulate_grad_batches != 1, bool(trainer.gradient_clip_val)
+        if trainer.state.fn == "fit" and (accumulates or clips):
+            name = "accumulate_grad_batches" if accumulates else "gradient_clip_val"
+            given = f"{name}={getattr(trainer, name)}"
+            raise ValueError(
+                f"Trainer({given}) would act on each pass of a step: leave it out of the Trainer, and write "
+                f"super().__init__({given}) in {type(self).__name__}, with automatic_optimization = False."
+            )
+        return super().configure_callbacks()
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Clear the gradients before a validation, unless probes are pending."""
+        if not self._is_waiting:
+            super().on_validation_model_zero_grad()
+
+    def on_train_epoch_end(self) -> None:
+        """Drop pending probes if training was stopped between two micro-batches: a checkpoint may follow."""
+        if self._is_waiting:
+            self.optimizers(use_pl_optimizer=False).discard()
+
+    def _train(self, training_step: Callable[..., Any], batch: Any, rest: tuple[Any, ...]) -> Any:
+        """Probe a batch, and step if it is the last one of its step; return what `training_step` returned first."""
+        trainer, optimizer = self.trainer, self.optimizers(use_pl_optimizer=False)
+        strategy, weight = trainer.strategy, self.probe_weight(batch)
+        if not hasattr(optimizer, "probe"):
+            raise TypeError(
+                f"configure_optimizers() returned {type(optimizer).__name__}: it must return one optimizer of bsam, or "
+                "write self.automatic_optimization = True in __init__()."
+            )
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or getattr(strategy.model, "static_graph", 0):
+            raise ValueError("the strategy must be one device, or 'ddp' without static_graph.")
+        averages = averages_gradients(optimizer, trainer.world_size, has_weight=weight is not None)
+        metrics = [module for module in self.modules() if isinstance(module, Metric)]
+        passes = self._passes = Passes(lambda part: training_step(self, part, *rest), metrics)
+
+        def loss_fn(part: Any) -> Tensor:
+            loss = passes.loss(part)
+            if averages:
+                strategy.pre_backward(loss)  # tells DistributedDataParallel to average
+            return loss
+
+        number = trainer.fit_loop.batch_idx + 1
+        is_last = trainer.is_last_batch or number >= trainer.num_training_batches
+        steps = is_last or number % self._accumulate == 0
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        try:
+            loss = optimizer.probe(loss_fn, batch, weight=weight, last=steps or not self._join, scaler=scaler)
+        finally:
+            self._passes = None
+        self._is_waiting = not steps
+        if steps:
+            self._step(optimizer)
+            self._step_schedulers("step", trainer.global_step)
+        if is_last:
+            self._step_schedulers("epoch", trainer.current_epoch + 1)
+        return {**passes.output, "loss": loss} if isinstance(passes.output, Mapping) else loss
+
+    def _step(self, optimizer: Any) -> None:
+        """Let Lightning step: it runs its hooks in a closure, and then the probes are applied."""
+        step, is_own = optimizer.step, "step" in vars(optimizer)
+
+        def after_hooks(closure: Callable[[], Any] | None = None) -> Any:
+            if closure is not None:
+                closure()
+            if self._clip_val is not None:
+                self._clip([p for group in optimizer.param_groups for p in group["params"]], self._clip_val)
+            return step()
+
+        optimizer.step = after_hooks
+        try:
+            self.optimizers().step()
+        finally:
+            del optimizer.step
+            if is_own:  # a scheduler's
+                optimizer.step = step
+
+    def _step_schedulers(self, interval: str, count: int) -> None:
+        for config in self.trainer.lr_scheduler_configs:
+            is_due = config.interval == interval and count % config.frequency == 0
+            if is_due and not isinstance(config.scheduler, ReduceLROnPlateau):
+                self.lr_scheduler_step(config.scheduler, None)
+
+
+def _probed(training_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a training step that probes its batch and steps, where the trainer calls it."""
+    if "dataloader_iter" in inspect.signature(training_step).parameters:
+        raise TypeError("training_step must take a batch, not dataloader_iter: each pass would see other examples.")
+
+    @functools.wraps(training_step)
+    def train(self: LightningModule, batch: Any, *rest: Any) -> Any:
+        if self.automatic_optimization or self._passes is not None or self._trainer is None:
+            return training_step(self, batch, *rest)
+        return self._train(training_step, batch, rest)
+
+    train.is_probed = True  # type: ignore[attr-defined]
+    return train
