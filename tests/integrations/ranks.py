@@ -6,6 +6,7 @@ import lightning
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.data import DataLoader
 
 from bsam.integrations.fabric import probe
 from tests.integrations.test_lightning import SIZE, Module, batches, network, trainer
@@ -22,7 +23,7 @@ class InGroup(Module):
 
 def halves(rank):
     half = slice(rank * SIZE // 2, (rank + 1) * SIZE // 2)
-    return [(x[half], y[half]) for x, y in batches()]
+    return DataLoader([(x[half], y[half]) for x, y in batches()], batch_size=None)
 
 
 def main(folder):

@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import lightning
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
-from bsam.integrations.fabric import averages_gradients
 from bsam.integrations.lightning_checkpoints import SavePosterior
+from bsam.integrations.lightning_checks import check_arguments, check_optimizer
 from bsam.integrations.passes import Passes, refuse_transformed
 
 __all__ = ["LightningModule", "SavePosterior"]
@@ -78,15 +77,7 @@ class LightningModule(lightning.LightningModule):
 
     def configure_callbacks(self) -> Any:
         """Refuse arguments of the Trainer that would act on each pass of a step; there are no callbacks."""
-        trainer = self.trainer
-        accumulates, clips = trainer.accumulate_grad_batches != 1, bool(trainer.gradient_clip_val)
-        if trainer.state.fn == "fit" and (accumulates or clips):
-            name = "accumulate_grad_batches" if accumulates else "gradient_clip_val"
-            given = f"{name}={getattr(trainer, name)}"
-            raise ValueError(
-                f"Trainer({given}) would act on each pass of a step: leave it out of the Trainer, and write "
-                f"super().__init__({given}) in {type(self).__name__}, with automatic_optimization = False."
-            )
+        check_arguments(self.trainer, type(self).__name__)
         return super().configure_callbacks()
 
     def on_validation_model_zero_grad(self) -> None:
@@ -102,22 +93,15 @@ class LightningModule(lightning.LightningModule):
     def _train(self, training_step: Callable[..., Any], batch: Any, rest: tuple[Any, ...]) -> Any:
         """Probe a batch, and step if it is the last one of its step; return what `training_step` returned first."""
         trainer, optimizer = self.trainer, self.optimizers(use_pl_optimizer=False)
-        strategy, weight = trainer.strategy, self.probe_weight(batch)
-        if not hasattr(optimizer, "probe"):
-            raise TypeError(
-                f"configure_optimizers() returned {type(optimizer).__name__}: it must return one optimizer of bsam, or "
-                "write self.automatic_optimization = True in __init__()."
-            )
-        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or getattr(strategy.model, "static_graph", 0):
-            raise ValueError("the strategy must be one device, or 'ddp' without static_graph.")
-        averages = averages_gradients(optimizer, trainer.world_size, has_weight=weight is not None)
+        weight = self.probe_weight(batch)
+        averages = check_optimizer(optimizer, trainer, has_weight=weight is not None)
         metrics = [module for module in self.modules() if isinstance(module, Metric)]
         passes = self._passes = Passes(lambda part: training_step(self, part, *rest), metrics)
 
         def loss_fn(part: Any) -> Tensor:
             loss = passes.loss(part)
             if averages:
-                strategy.pre_backward(loss)  # tells DistributedDataParallel to average
+                trainer.strategy.pre_backward(loss)  # tells DistributedDataParallel to average
             return loss
 
         number = trainer.fit_loop.batch_idx + 1

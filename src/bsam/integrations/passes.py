@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torchmetrics import Metric
 
-from bsam.torch_private import is_transformed
+from bsam.torch_private import is_transformed, pytree
 
 __all__ = ["Passes", "refuse_transformed"]
 
@@ -36,12 +36,12 @@ class Passes:
 
     def loss(self, part: Any) -> Tensor:
         """Run the training step, and return its loss."""
+        for leaf in pytree.tree_leaves(part) if self._metrics else ():
+            refuse_transformed(leaf)
         self.is_first = not any(part is each for each in self._seen)
         with contextlib.nullcontext() if self.is_first else _unchanged(self._metrics):
             output = self._training_step(part)
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
-        if self._metrics:
-            refuse_transformed(loss)
         if self.is_first:
             self.output = output if not self._seen else self.output
             self._seen.append(part)
