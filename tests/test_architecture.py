@@ -93,6 +93,7 @@ MIRRORED_ELSEWHERE = {
     "bsam/experiments/style.py": "experiments/figures/test_init.py",
     "bsam/integrations/lightning_checkpoints.py": "integrations/test_lightning.py",
     "bsam/integrations/lightning_checks.py": "integrations/test_lightning.py",
+    "bsam/integrations/lightning_step.py": "integrations/test_lightning.py",
     "bsam/integrations/passes.py": "integrations/test_lightning.py",
     "bsam/kernels/convolution_triton.py": "kernels/test_convolution.py",
     "bsam/kernels/filter_response_triton.py": "kernels/test_filter_response.py",

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -181,13 +182,15 @@ def test_accumulation_is_the_plain_loop(accumulate, num_steps, tmp_path):
 
 def test_joined_micro_batches_are_the_large_batch(tmp_path):
     module = Module(accumulate_grad_batches=3, join_micro_batches=True)
-    fit(module, tmp_path)
+    found = fit(module, tmp_path)
     given = batches()
     joined = [[tuple(torch.cat(t) for t in zip(*given[i : i + 3], strict=True))] for i in (0, 3)]
     expected, _, _ = plain("BSAM", joined)
     for one, other in zip(module.network.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     assert len(module.calls) == 2 * BATCHES
+    first = [float(loss) for loss in (*module.calls[:3], *module.calls[6:9])]  # then three second passes
+    assert found.callback_metrics["loss_epoch"] == pytest.approx(sum(first) / len(first))
 
 
 def test_clipping_is_that_of_the_optimizer(tmp_path):
@@ -424,6 +427,17 @@ def test_a_step_that_draws_its_own_batch_is_refused():
         class Drawing(LightningModule):
             def training_step(self, dataloader_iter):
                 return next(dataloader_iter)
+
+
+@pytest.mark.parametrize("given", [{"accumulate_grad_batches": 0}, {"gradient_clip_algorithm": "sum"}])
+def test_arguments_out_of_range_are_refused(given):
+    with pytest.raises(ValueError, match="{}={!r}".format(*next(iter(given.items())))):
+        Module(**given)
+
+
+def test_a_module_can_be_pickled_and_copied():
+    module = pickle.loads(pickle.dumps(Module(gradient_clip_val=0.5)))
+    assert_equal(copy.deepcopy(module).network, module.network)
 
 
 def test_without_a_trainer_a_training_step_is_a_function():

@@ -1,8 +1,7 @@
 """Lightning: a `LightningModule` whose `training_step` is the loss function of a step.
 
-Lightning's automatic optimization runs `training_step` in every pass of a step, so that logs and metrics count each
-batch several times, and it accumulates gradients that no method here could use. This class optimizes manually inside:
-every batch is probed, and Lightning takes the step, with its own hooks, precision and `global_step`.
+The class optimizes manually inside: every batch is probed, and Lightning takes the step, with its own hooks, precision
+and `global_step`. In automatic optimization, logs and metrics would see each batch several times.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Any, Literal
 import lightning
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
 from bsam.integrations.lightning_checkpoints import SavePosterior
 from bsam.integrations.lightning_checks import check_arguments, check_optimizer
+from bsam.integrations.lightning_step import step_schedulers, take_step
 from bsam.integrations.passes import Passes, refuse_transformed
 
 __all__ = ["LightningModule", "SavePosterior"]
@@ -49,8 +48,16 @@ class LightningModule(lightning.LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self._accumulate, self._clip_val, self._join = accumulate_grad_batches, gradient_clip_val, join_micro_batches
-        self._clip = {"norm": clip_grad_norm_, "value": clip_grad_value_}[gradient_clip_algorithm]
+        self._accumulate, self._join = accumulate_grad_batches, join_micro_batches
+        if accumulate_grad_batches < 1:
+            raise ValueError(f"accumulate_grad_batches={accumulate_grad_batches}: it must be a positive number.")
+        clips: Any = {
+            "norm": functools.partial(clip_grad_norm_, max_norm=gradient_clip_val),  # type: ignore[arg-type]
+            "value": functools.partial(clip_grad_value_, clip_value=gradient_clip_val),  # type: ignore[arg-type]
+        }
+        if gradient_clip_algorithm not in clips:
+            raise ValueError(f"gradient_clip_algorithm={gradient_clip_algorithm!r}: it must be 'norm' or 'value'.")
+        self._clip = None if gradient_clip_val is None else clips[gradient_clip_algorithm]
         self._is_waiting = False  # probes are pending
         self._passes: Passes | None = None
 
@@ -96,12 +103,13 @@ class LightningModule(lightning.LightningModule):
         weight = self.probe_weight(batch)
         averages = check_optimizer(optimizer, trainer, has_weight=weight is not None)
         metrics = [module for module in self.modules() if isinstance(module, Metric)]
-        passes = self._passes = Passes(lambda part: training_step(self, part, *rest), metrics)
+        passes = Passes(lambda part: training_step(self, part, *rest), metrics)
 
         def loss_fn(part: Any) -> Tensor:
+            self._passes = passes  # of an earlier micro-batch, when its second pass has waited
             loss = passes.loss(part)
-            if averages:
-                trainer.strategy.pre_backward(loss)  # tells DistributedDataParallel to average
+            if averages:  # by DistributedDataParallel, which must be told
+                trainer.strategy.pre_backward(loss)
             return loss
 
         number = trainer.fit_loop.batch_idx + 1
@@ -114,36 +122,11 @@ class LightningModule(lightning.LightningModule):
             self._passes = None
         self._is_waiting = not steps
         if steps:
-            self._step(optimizer)
-            self._step_schedulers("step", trainer.global_step)
+            take_step(self, optimizer, self._clip)
+            step_schedulers(self, "step", trainer.global_step)
         if is_last:
-            self._step_schedulers("epoch", trainer.current_epoch + 1)
+            step_schedulers(self, "epoch", trainer.current_epoch + 1)
         return {**passes.output, "loss": loss} if isinstance(passes.output, Mapping) else loss
-
-    def _step(self, optimizer: Any) -> None:
-        """Let Lightning step: it runs its hooks in a closure, and then the probes are applied."""
-        step, is_own = optimizer.step, "step" in vars(optimizer)
-
-        def after_hooks(closure: Callable[[], Any] | None = None) -> Any:
-            if closure is not None:
-                closure()
-            if self._clip_val is not None:
-                self._clip([p for group in optimizer.param_groups for p in group["params"]], self._clip_val)
-            return step()
-
-        optimizer.step = after_hooks
-        try:
-            self.optimizers().step()
-        finally:
-            del optimizer.step
-            if is_own:  # a scheduler's
-                optimizer.step = step
-
-    def _step_schedulers(self, interval: str, count: int) -> None:
-        for config in self.trainer.lr_scheduler_configs:
-            is_due = config.interval == interval and count % config.frequency == 0
-            if is_due and not isinstance(config.scheduler, ReduceLROnPlateau):
-                self.lr_scheduler_step(config.scheduler, None)
 
 
 def _probed(training_step: Callable[..., Any]) -> Callable[..., Any]:

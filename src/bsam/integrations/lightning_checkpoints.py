@@ -37,8 +37,8 @@ class _WithPosteriors(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         posterior = self._model.optimizers(use_pl_optimizer=False).posterior(self._model)
+        self.inner.save_checkpoint(checkpoint, path, storage_options)  # makes the folder
         posterior.save(_beside(path))
-        self.inner.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner.load_checkpoint(*args, **kwargs)
