@@ -22,14 +22,13 @@ CODE_OR_DIFF = re.compile(r"^```(?:python|diff)\n(.*?)^```", re.MULTILINE | re.D
 REMOVED = re.compile(r"^-.*$", re.MULTILINE)
 
 
-def marks(page):
-    """Code that needs a trainer's library runs with the tests of integrations, where the library may warn."""
-    return [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")] * (page.parent.name == "integrations")
+def needs_a_library(page):
+    return page.parent.name == "integrations"
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=marks(page)) for page in PAGES],
+    [pytest.param(p, marks=[pytest.mark.integrations] if needs_a_library(p) else []) for p in PAGES],
     ids=lambda p: str(p.relative_to(ROOT)),
 )
 def test_the_code_on_the_page_runs(page, tmp_path, monkeypatch):

@@ -1,18 +1,19 @@
 """Training with Fabric equals the plain loop."""
 
 import pytest
+
+pytest.importorskip("lightning")
+
+import lightning
 import torch
 import torch.nn.functional as F
-
-lightning = pytest.importorskip("lightning")
-
 from lightning.fabric.plugins import MixedPrecision
 
-from bsam.integrations.fabric import averages_gradients, probe
+from bsam.integrations.fabric import probe
 from tests.integrations.test_lightning import assert_equal, batches, network, plain
 from tests.optimizers import make
 
-pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.integrations]
 
 
 def train(model, fabric, accumulate=1, max_norm=None):
@@ -20,7 +21,7 @@ def train(model, fabric, accumulate=1, max_norm=None):
     model, optimizer = fabric.setup(model, inner)
     dtype = next(model.parameters()).dtype
     for i, (x, y) in enumerate(batches()):
-        probe(fabric, optimizer, lambda x, y: F.cross_entropy(model(x).double(), y), x.to(dtype), y)
+        probe(fabric, model, optimizer, lambda x, y: F.cross_entropy(model(x).double(), y), x.to(dtype), y)
         if (i + 1) % accumulate == 0:
             if max_norm is not None:
                 fabric.clip_gradients(model, optimizer, max_norm=max_norm)
@@ -69,7 +70,7 @@ def test_a_checkpoint_of_fabric(tmp_path):
     model = network()
     wrapped, optimizer = own.setup(model, make("BSAM", model.parameters()))
     for x, y in batches()[:3]:
-        probe(own, optimizer, lambda x, y: F.cross_entropy(wrapped(x), y), x, y)
+        probe(own, wrapped, optimizer, lambda x, y: F.cross_entropy(wrapped(x), y), x, y)
         optimizer.step()
     own.save(tmp_path / "half.ckpt", {"model": wrapped, "optimizer": optimizer})
 
@@ -77,7 +78,7 @@ def test_a_checkpoint_of_fabric(tmp_path):
     wrapped, optimizer = own.setup(model, make("BSAM", model.parameters()))
     own.load(tmp_path / "half.ckpt", {"model": wrapped, "optimizer": optimizer})
     for x, y in batches()[3:]:
-        probe(own, optimizer, lambda x, y: F.cross_entropy(wrapped(x), y), x, y)
+        probe(own, wrapped, optimizer, lambda x, y: F.cross_entropy(wrapped(x), y), x, y)
         optimizer.step()
     assert_equal(model, whole)
 

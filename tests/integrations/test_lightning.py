@@ -9,26 +9,23 @@ import sys
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("lightning")
+
+import lightning
 import torch
 import torch.nn.functional as F
+import torchmetrics
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
 import bsam
+from bsam.integrations.lightning import LightningModule, PosteriorCheckpoint
 from tests.optimizers import METHODS, make
 
-lightning = pytest.importorskip("lightning")
-torchmetrics = pytest.importorskip("torchmetrics")
-
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
-
-from bsam.integrations.lightning import LightningModule, SavePosterior
-
-pytestmark = [
-    pytest.mark.integrations,
-    pytest.mark.filterwarnings("ignore"),  # Lightning's own, about workers and devices
-]
+pytestmark = [pytest.mark.integrations]
 
 BATCHES = 6
 SIZE = 8
