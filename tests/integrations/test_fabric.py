@@ -8,8 +8,9 @@ import lightning
 import torch
 import torch.nn.functional as F
 from lightning.fabric.plugins import MixedPrecision
+from lightning.fabric.strategies import DDPStrategy, FSDPStrategy
 
-from bsam.integrations.fabric import probe
+from bsam.integrations.fabric import probe, probe_with
 from tests.integrations.test_lightning import assert_equal, batches, network, plain
 from tests.optimizers import make
 
@@ -83,9 +84,69 @@ def test_a_checkpoint_of_fabric(tmp_path):
     assert_equal(model, whole)
 
 
-@pytest.mark.parametrize(("options", "has_weight"), [({"splits": 2}, False), ({}, True)])
-def test_ranks_that_an_averaging_model_would_get_wrong_are_refused(options, has_weight):
-    optimizer = make("BSAM", network().parameters(), **options)
+def test_weights_and_joined_micro_batches():
+    own = fabric()
+    models, weights = [network(), network()], [3.0, 5.0]
+    wrapped, optimizer = own.setup(models[0], make("BSAM", models[0].parameters()))
+    expected = make("BSAM", models[1].parameters())
+    for (x, y), weight, last in zip(batches(), weights, (False, True), strict=False):
+        loss = probe(
+            own, wrapped, optimizer, lambda x, y: F.cross_entropy(wrapped(x), y), x, y, weight=weight, last=last
+        )
+        other = expected.probe(lambda x, y: F.cross_entropy(models[1](x), y), x, y, weight=weight, last=last)
+        assert torch.equal(loss, other)
+    optimizer.step()
+    expected.step()
+    assert_equal(*models)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_float16_on_a_gpu():
+    own = lightning.Fabric(accelerator="gpu", devices=1, precision="16-mixed")
+    model, expected = network().float(), network().float().cuda()
+    inner, scaler = make("BSAM", model.parameters()), torch.amp.GradScaler("cuda")
+    optimizer, (wrapped, outer) = make("BSAM", expected.parameters()), own.setup(model, inner)
+
+    def loss_fn(x, y):
+        with torch.autocast("cuda", torch.float16):
+            return F.cross_entropy(expected(x).double(), y)
+
+    for x, y in batches():
+        x, y = x.float().cuda(), y.cuda()
+        probe(own, wrapped, outer, lambda x, y: F.cross_entropy(wrapped(x).double(), y), x, y)
+        own.clip_gradients(wrapped, outer, max_norm=0.5)
+        outer.step()
+        optimizer.probe(loss_fn, x, y, scaler=scaler)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    assert own.strategy.precision.scaler.get_scale() == scaler.get_scale()
+    assert inner.skipped_steps == optimizer.skipped_steps
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)  # Fabric also rounds the outputs
+
+
+@pytest.mark.parametrize(("kind", "options"), [("BSAM", {"splits": 2}), ("VOGN", {})])
+def test_ranks_that_an_averaging_model_would_get_wrong_are_refused(kind, options):
+    model = network()
+    optimizer = make(kind, model.parameters(), module=model, **options)
     with pytest.raises(ValueError, match=r"process_group=torch\.distributed\.group\.WORLD"):
-        averages_gradients(optimizer, 2, has_weight=has_weight)
-    assert not averages_gradients(optimizer, 1, has_weight=has_weight)
+        probe_with(DDPStrategy(), optimizer, lambda x, y: F.cross_entropy(model(x), y), *batches()[0], weight=None)
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, lambda: DDPStrategy(static_graph=True)])
+def test_other_strategies_are_refused(strategy):
+    optimizer = make("BSAM", network().parameters())
+    with pytest.raises(ValueError, match="strategy='ddp'"):
+        probe_with(strategy(), optimizer, None, *batches()[0], weight=None)
+
+
+def test_other_optimizers_and_iterators_are_refused():
+    own, model = fabric(), network()
+    wrapped, optimizer = own.setup(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(TypeError, match=r"SGD: make one optimizer of bsam"):
+        probe(own, wrapped, optimizer, None, *batches()[0])
+    with pytest.raises(TypeError, match="iterator"):
+        probe(own, wrapped, make("BSAM", model.parameters()), None, iter(batches()))

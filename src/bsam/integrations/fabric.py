@@ -49,7 +49,13 @@ def probe(
         The mean loss of the first pass over this micro-batch, on this rank, detached.
     """
     own = getattr(optimizer, "optimizer", optimizer)
-    with _averaging(model, averages=getattr(own, "process_group", None) is None):
+    averages = getattr(own, "process_group", None) is None
+    if averages and fabric.world_size > 1 and not _ddp(model):
+        raise ValueError(
+            f"the model is of type {type(model).__name__}, and nothing would average its gradients over the "
+            f"{fabric.world_size} ranks: write model, optimizer = fabric.setup(model, optimizer)."
+        )
+    with _averaging(model, averages=averages):
         return probe_with(fabric.strategy, own, loss_fn, *batch, weight=weight, last=last)
 
 
@@ -110,7 +116,7 @@ def _averaging(model: nn.Module, *, averages: bool) -> Iterator[None]:
     It must do so for every micro-batch, also in `fabric.no_backward_sync`: each has a perturbation of its own. Models
     that were set up refuse a `backward()` that does not scale the loss under mixed precision; a probe scales it.
     """
-    ddp = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    ddp = _ddp(model)
     before, wrappers._in_fabric_backward = wrappers._in_fabric_backward, True
     synchronised = [module.require_backward_grad_sync for module in ddp]
     try:
@@ -121,3 +127,7 @@ def _averaging(model: nn.Module, *, averages: bool) -> Iterator[None]:
         wrappers._in_fabric_backward = before
         for module, value in zip(ddp, synchronised, strict=True):
             module.require_backward_grad_sync = value
+
+
+def _ddp(model: nn.Module) -> list[DistributedDataParallel]:
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
