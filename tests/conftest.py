@@ -27,6 +27,7 @@ SLOW = {
     "test_runs_that_end_together_leave_the_record_of_their_ensemble",
     "test_the_command_tries_all_and_writes_one_record",
     "test_the_tables_of_the_pages_are_those_of_the_records",
+    "test_two_processes_are_the_plain_loop",
 }
 """Tests that take longer than 10 s on one core, by name: they are marked `slow`."""
 

@@ -103,3 +103,30 @@ def test_other_threads_are_not_watched():
         thread.start()
         thread.join()
     assert torch.equal(other.grad, torch.ones(3))
+
+
+def test_gradients_that_are_changed_after_backward_are_refused():
+    parameter = torch.ones(3, requires_grad=True)
+    for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+        parameter.grad = None
+        with watched_backward([parameter]) as calls:
+            loss = (parameter**2).sum()
+            loss.backward()
+            clip([parameter], 1e6)
+        with pytest.raises(RuntimeError, match=r"changed \.grad after backward\(\).*max_grad_norm="):
+            calls.check(loss)
+
+
+def test_gradients_that_several_calls_and_hooks_change_are_accepted():
+    parameter = torch.ones(3, requires_grad=True)
+
+    def triple(parameter):
+        parameter.grad.mul_(3)
+
+    parameter.register_hook(lambda grad: grad * 2)
+    parameter.register_post_accumulate_grad_hook(triple)
+    with watched_backward([parameter]) as calls:
+        losses = [(parameter**2).sum(), parameter.sum()]
+        for loss in losses:
+            loss.backward()
+    calls.check(sum(losses))

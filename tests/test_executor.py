@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from bsam.executor import Executor, callers_level, quiet_vmap
+from bsam.executor import Executor, callers_level, quiet_vmap, refuse_under_vmap
 
 
 class Ways:
@@ -143,3 +143,9 @@ def test_quiet_vmap_is_vmap_without_hints_on_speed():
 
 def test_the_level_of_a_warning_is_that_of_code_outside_of_the_package():
     assert callers_level() == 1
+
+
+def test_values_that_must_be_plain():
+    refuse_under_vmap([torch.ones(2), 1.0, "loss"])
+    with pytest.raises(RuntimeError, match="vectorise=False"):
+        torch.vmap(lambda x: (refuse_under_vmap([1.0, x]), x)[1])(torch.ones(2))

@@ -24,6 +24,7 @@ from bsam.modules import (
     normalisation_layers,
     output_tensor,
     preserved,
+    preserved_attributes,
     restored_on_failure,
     running_statistics,
     unwrapped,
@@ -69,6 +70,18 @@ def test_clean_names():
     assert clean_names([]) == {}
     assert clean_names(["a._orig_mod.w"]) == {"a._orig_mod.w": "a.w"}
     assert clean_names(["module.a", "head"]) == {"module.a": "module.a", "head": "head"}  # a layer, not a wrapper
+
+
+def test_preserved_attributes():
+    counting = nn.Module()
+    counting.count, counting.seen, counting.name = torch.zeros(2), [1], "counting"
+    kept = counting.seen
+    with preserved_attributes([counting]):
+        counting.count += 1
+        counting.seen.append(2)
+        counting.name = "other"
+    assert torch.equal(counting.count, torch.zeros(2))
+    assert (counting.seen, counting.name, kept) == ([1], "counting", [1, 2])
 
 
 def test_preserved_restores_everything():

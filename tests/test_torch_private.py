@@ -16,6 +16,7 @@ from bsam.torch_private import (
     foreach_mul_,
     graph_break,
     has_step_hooks,
+    is_transformed,
     is_view,
     mark_as_stepped,
     own_buffers,
@@ -128,6 +129,14 @@ def test_tensors_that_share_their_memory():
     assert is_view(whole.view(2, 2))
     assert not is_view(whole)
     assert not is_view(whole[:2].clone())
+
+
+def test_tensors_of_transforms():
+    seen = []
+    torch.vmap(lambda x: (seen.append(is_transformed(x)), x)[1])(torch.ones(2))
+    torch.func.grad(lambda x: (seen.append(is_transformed(x * 2)), x.sum())[1])(torch.ones(2))
+    assert seen == [True, True]
+    assert not is_transformed(torch.ones(2))
 
 
 def test_the_compiler_does_not_look_into_a_graph_break():

@@ -4,7 +4,8 @@ A closure may call `backward()` itself, perhaps on another tensor than the loss 
 reaches every leaf of the graph, also parameters of another optimizer, in each pass of a step. While a closure runs,
 `torch.autograd.backward`, which `Tensor.backward` calls, is replaced by a function that records its tensors and then
 calls torch's function. In the same way `GradScaler.scale` is replaced by a function that refuses: gradients of a loss
-that a closure has scaled itself would be taken for true ones.
+that a closure has scaled itself would be taken for true ones. And gradients that a closure changes after `backward()`,
+for example by clipping, would be another pass's than the one they are meant for.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from bsam.interrupts import deferred, interruptible
+from bsam.torch_private import version_of
 
 __all__ = ["watched_backward"]
 
@@ -39,6 +41,8 @@ class watched_backward:  # noqa: N801  # used like a function
 
     def __init__(self, own: Sequence[Tensor]) -> None:
         self._own = {id(tensor) for tensor in own}
+        self._parameters = own
+        self._gradients: list[tuple[Tensor, int]] = []  # with their versions, after the last call
         self._aside: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._differentiated: list[tuple[Tensor, Tensor | None]] = []
         self.depth = 0
@@ -68,8 +72,19 @@ class watched_backward:  # noqa: N801  # used like a function
                 self._aside[id(leaf)] = leaf, leaf.grad
                 leaf.grad = None
 
+    def note_gradients(self) -> None:
+        """Remember the gradients that a call of `backward()` has left."""
+        self._gradients = [(p.grad, version_of(p.grad)) for p in self._parameters if p.grad is not None]
+
     def check(self, loss: Tensor) -> None:
-        """Raise unless the closure differentiated the loss that it returned."""
+        """Raise unless the closure differentiated the loss that it returned, and left the gradients as they were."""
+        if any(version_of(gradient) != version for gradient, version in self._gradients):
+            raise RuntimeError(
+                "the closure changed .grad after backward(), for example by clipping. It is called in every pass of a "
+                "step, so this would also change the gradient that sets the perturbation. To clip the gradient that is "
+                "applied, make the optimizer with max_grad_norm=, or clip between optimizer.probe(loss_fn, x, y) and "
+                "optimizer.step(); in a trainer, with its adapter in bsam.integrations."
+            )
         calls = self._differentiated
         if not calls or (len(calls) == 1 and calls[0][1] is None and _same_memory(calls[0][0], loss)):
             return
@@ -150,6 +165,8 @@ def _watched(backward: Callable[..., None], tensors: Any, grad_tensors: Any = No
                 backward(tensors, grad_tensors, *rest, **options)
         finally:
             watch.depth -= 1
+        if watch.depth == 0:
+            watch.note_gradients()
 
 
 def _refused_scale(scaler: GradScaler, outputs: Any) -> Any:

@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bsam.modules import BufferSnapshot, all_buffers
+from bsam.torch_private import is_transformed
 
-__all__ = ["Executor", "callers_level", "quiet_vmap"]
+__all__ = ["Executor", "callers_level", "quiet_vmap", "refuse_under_vmap"]
 
 Result = TypeVar("Result")
 _OURS = ("bsam", "torch", "contextlib")
@@ -137,3 +138,9 @@ def quiet_vmap(function: Callable[..., Any], **options: Any) -> Callable[..., An
             return torch.vmap(function, **options)(*arguments)
 
     return vectorised
+
+
+def refuse_under_vmap(values: Iterable[Any]) -> None:
+    """Raise if one of the values, which are to be logged or counted, is not a plain tensor; a loop may follow."""
+    if any(isinstance(value, Tensor) and is_transformed(value) for value in values):
+        raise RuntimeError("nothing can be logged or counted under vmap: make the optimizer with vectorise=False")

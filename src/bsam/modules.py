@@ -32,6 +32,7 @@ __all__ = [
     "normalisation_layers",
     "output_tensor",
     "preserved",
+    "preserved_attributes",
     "restored_on_failure",
     "running_statistics",
     "unwrapped",
@@ -167,6 +168,26 @@ def restored_on_failure(*snapshots: Snapshot) -> Iterator[None]:
         for snapshot in snapshots:
             snapshot.restore()
         raise
+
+
+@contextlib.contextmanager
+def preserved_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore the attributes of modules that are not parameters or buffers, such as the counts of metrics.
+
+    Tensors, lists and dictionaries are copied. What a list holds is taken to be replaced, and not written to.
+    """
+    saved = [(vars(module), {name: _copied(value) for name, value in vars(module).items()}) for module in modules]
+    try:
+        yield
+    finally:
+        for attributes, before in saved:
+            attributes.update(before)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, list | dict) else value
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ __all__ = [
     "foreach_norm",
     "graph_break",
     "has_step_hooks",
+    "is_transformed",
     "is_view",
     "mark_as_stepped",
     "own_buffers",
@@ -65,6 +66,11 @@ def version_of(tensor: Tensor) -> int:
 def is_view(tensor: Tensor) -> bool:
     """Whether the tensor shares its memory with another one, as gradients of DistributedDataParallel may do."""
     return tensor._is_view()
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a transform of `torch.func`, such as vmap, computes with the tensor: it is not a single number then."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def scaler_round(scaler: GradScaler) -> object:

@@ -443,8 +443,8 @@ class ProbingOptimizer(SplittingOptimizer):
                 f"{names[0]}{more} has a gradient in .grad that no step left there: was backward() called before "
                 "step()? A step computes its own gradients, and would drop this one. To accumulate over micro-batches, "
                 "pass them together, optimizer.step(loss_fn, torch.cat(xs), torch.cat(ys)), or one after the other, "
-                "optimizer.probe(loss_fn, x, y), and then optimizer.step(); to drop this gradient, call "
-                "optimizer.zero_grad() first."
+                "optimizer.probe(loss_fn, x, y), and then optimizer.step(); in a trainer, with its adapter in "
+                "bsam.integrations. To drop this gradient, call optimizer.zero_grad() first."
             )
 
     def _copied_before_writes(self, probed: Probed) -> Probed:
