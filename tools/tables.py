@@ -38,6 +38,9 @@ _OUT_OF_THE_BOX = {
     "out_of_the_box/problems": out_of_the_box.problems_markdown,
     "out_of_the_box_choosing": out_of_the_box.means_markdown,
     "out_of_the_box_choosing/problems": out_of_the_box.problems_markdown,
+    "out_of_the_box_few": out_of_the_box.means_markdown,
+    "out_of_the_box_few/problems": out_of_the_box.problems_markdown,
+    "out_of_the_box_few_choosing": out_of_the_box.means_markdown,
 }
 _OF_ALL_TABLES = {"counts": counts_markdown, "margins": margins_markdown}
 _BEGIN = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)
@@ -54,7 +57,7 @@ def render(name: str, results: Path) -> str:
 
     Args:
         name: demo, speeds, trainers, table1 to table6, one block of a table like table1/cifar10, counts or margins of
-            all tables, sweep_rho, ablate_NAME, tuning_NAME, or out_of_the_box, also with _choosing and /problems.
+            all tables, sweep_rho, ablate_NAME, tuning_NAME, or out_of_the_box, also with _choosing, _few, _few_choosing and /problems.
         results: The folder of the records.
     """
     if name in TABLES:
