@@ -207,7 +207,7 @@ def with_fabric(batch: Batch, kind: str, make: MakeOptimizer) -> Turn:
             if kind == "Adam":
                 fabric.backward(loss_fn(x, y))
             else:
-                for_fabric.probe(fabric, optimizer, loss_fn, x, y)
+                for_fabric.probe(fabric, model, optimizer, loss_fn, x, y)
             optimizer.step()
             ends.append(time.perf_counter())
         return ends

@@ -84,6 +84,16 @@ def test_a_checkpoint_of_fabric(tmp_path):
     assert_equal(model, whole)
 
 
+@pytest.mark.filterwarnings("ignore:after 6 steps")  # so few that the precision is mostly its starting value
+def test_the_posterior_is_that_of_the_plain_loop():
+    model = network()
+    found = train(model, fabric()).posterior(model)
+    twin, optimizer, _ = plain("BSAM", [[batch] for batch in batches()])
+    expected = optimizer.posterior(twin)
+    torch.testing.assert_close(found.mean, expected.mean)
+    torch.testing.assert_close(found.std, expected.std)
+
+
 def test_weights_and_joined_micro_batches():
     own = fabric()
     models, weights = [network(), network()], [3.0, 5.0]
