@@ -40,7 +40,7 @@ def test_groups_without_noise_come_before_those_with_noise():
 @pytest.mark.gpu
 @on_cuda
 def test_every_replay_has_fresh_noise():
-    run = on_gpu("BSAM")
+    run = on_gpu("BSAM", max_noise=None)
     batch = gpu_batch()
     step = run.engine(batch, compile=True)
     (pack,), (theta,) = step._packs, step._draws.theta

@@ -105,8 +105,9 @@ class ProbingTrainer:
 
     def _loss_is_mean_over_items(self: Any) -> bool:
         """Whether `compute_loss` divides by the number of items, as transformers sees it."""
-        if self.loss_is_scaled_for_ga is not None:
-            return bool(self.loss_is_scaled_for_ga)
+        told = getattr(self, "loss_is_scaled_for_ga", None)  # the first releases of transformers 5 do not have it
+        if told is not None:
+            return bool(told)
         return bool(self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
 
     def _load_best_model(self: Any) -> None:
