@@ -14,6 +14,7 @@ from bsam.torch_private import (
     foreach_add_,
     foreach_copy_,
     foreach_mul_,
+    foreach_norm,
     graph_break,
     has_step_hooks,
     is_transformed,
@@ -48,6 +49,7 @@ def test_many_tensors_in_one_launch():
     assert [t.tolist() for t in a] == [[3.0] * 2, [5.0] * 3]
     foreach_mul_(a, b)
     assert [t.tolist() for t in a] == [[6.0] * 2, [20.0] * 3]
+    assert [float(norm) for norm in foreach_norm([torch.tensor([3.0, 4.0]), torch.ones(2, 2)])] == [5.0, 2.0]
     foreach_copy_(a, b)
     assert all(torch.equal(x, y) and x is not y for x, y in zip(a, b, strict=True))
 

@@ -121,6 +121,21 @@ def test_one_number_per_parameter_is_given_to_its_elements(runs):
         assert torch.equal(spread[..., start : start + size], expected)
 
 
+def test_mean_squares_of_a_pack_are_those_of_its_parameters():
+    shapes = [(3, 2), (5,), (2, 2, 2), (4, 1)]
+    runs = [make_slots(seed, shapes) for seed in (0, 1)]
+    pack = Pack(runs, ["a", "b", "c", "d"])
+    with torch.no_grad():
+        pack.runs[1][3].parameter.zero_()
+    found = PackSlot(0, pack.weights, {}, pack.weights, {}, ends=pack.ends(), pack=pack).inverse_mean_square()
+    expected = torch.stack([torch.stack([slot.inverse_mean_square() for slot in slots]) for slots in runs])
+    torch.testing.assert_close(found, expected)
+    first = runs[0][0].parameter.detach()
+    torch.testing.assert_close(found[0, 0], 1 / first.square().mean())
+    assert found[:, 1].tolist() == [0.0, 0.0]  # a vector
+    assert found[1, 3] > 1e30
+
+
 def test_a_pack_of_one_parameter_needs_no_ends():
     pack = Pack([make_slots(shapes=[(3,)])], ["a"])
     assert pack.ends() is None

@@ -2,16 +2,17 @@
 
 import sys
 
-import lightning
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from bsam.integrations.fabric import probe
-from tests.integrations.test_lightning import CUT, Module, batches, network, trainer
-from tests.optimizers import make
+lightning = pytest.importorskip("lightning")
+
+from bsam.integrations.fabric import probe  # noqa: E402
+from tests.integrations.test_lightning import CUT, Module, batches, network, trainer  # noqa: E402
+from tests.optimizers import make  # noqa: E402
 
 RANKS = {"strategy": "ddp", "devices": 2, "accelerator": "cpu"}
 
