@@ -263,8 +263,8 @@ def test_precision_float16_on_a_gpu(tmp_path):
     assert found.precision_plugin.scaler.get_scale() == scaler.get_scale()
     assert found.optimizers[0].skipped_steps == optimizer.skipped_steps
     for one, other in zip(module.network.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(one, other.cpu(), rtol=1e-5, atol=1e-6)
-    assert not torch.equal(next(module.network.parameters()), next(network().float().parameters()))
+        torch.testing.assert_close(one.cpu(), other.cpu(), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(next(module.network.parameters()).cpu(), next(network().float().parameters()))
 
 
 def test_precision_float16_skips_an_overflow(tmp_path):
