@@ -5,7 +5,7 @@ from bsam import metrics
 from bsam.batch_norm import recalibrate_batch_norm
 from bsam.engine import TrainStep
 from bsam.optim import ASAM, BSAM, IVON, SAM, SWAG, VOGN, Suggestion, suggest
-from bsam.posterior import DiagonalGaussian, LowRankGaussian, PointMass, Posterior, laplace, load_posterior
+from bsam.posterior import DiagonalGaussian, LowRankGaussian, Mixture, PointMass, Posterior, laplace, load_posterior
 from bsam.prediction import (
     Calibration,
     GaussianPredictions,
@@ -27,6 +27,7 @@ __all__ = [
     "DiagonalGaussian",
     "GaussianPredictions",
     "LowRankGaussian",
+    "Mixture",
     "PointMass",
     "Posterior",
     "Predictions",

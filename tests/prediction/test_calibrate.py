@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bsam
 from bsam import metrics
-from bsam.posterior import DiagonalGaussian, LowRankGaussian, PointMass
+from bsam.posterior import DiagonalGaussian, LowRankGaussian, Mixture, PointMass
 from tests.prediction.models import WITH_STATISTICS_OF_THE_MEAN
 
 pytestmark = WITH_STATISTICS_OF_THE_MEAN
@@ -317,7 +317,24 @@ def test_the_best_is_at_an_end_of_the_range(variance, temperatures, said):
 # ---------------------------------------------------------------- what cannot be right
 
 
-@pytest.mark.parametrize("make", [PointMass.from_model, lambda model: DiagonalGaussian.from_model(model, {})])
+def two_points(model):
+    first = PointMass.from_model(model)
+    doubled = {name: 2 * mean for name, mean in first.mean.items()}
+    return Mixture([first, PointMass(doubled, buffers=first.buffers)])
+
+
+def test_the_parts_of_a_mixture_get_one_temperature():
+    model, posterior, data = classification()
+    mixture = Mixture([posterior, two_points(model)])
+    calibration = bsam.calibrate(model, mixture, data, num_samples=4)
+    assert calibration.nll <= min(calibration.nll_before, calibration.nll_at_mean)
+    predictions = bsam.predict(model, mixture.temper(calibration.temperature), data, num_samples=4)
+    assert calibration.nll == metrics.nll(predictions.log_probs, predictions.labels)
+
+
+@pytest.mark.parametrize(
+    "make", [PointMass.from_model, lambda model: DiagonalGaussian.from_model(model, {}), two_points]
+)
 def test_a_point_has_no_width(make):
     model, _, data = classification()
     with pytest.raises(ValueError, match="has no width"):

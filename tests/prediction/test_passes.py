@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bsam
 from bsam.batch_norm import recalibrate_batch_norm
-from bsam.posterior import DiagonalGaussian
+from bsam.posterior import DiagonalGaussian, Mixture, PointMass
 from bsam.prediction import Predictions, passes, predict
 from bsam.prediction.averages import average_for
 from bsam.prediction.passes import _PROGRAMS, Passes
@@ -373,3 +373,111 @@ def test_only_a_vmapped_pass_can_be_compiled():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="leave vectorise=False out"):
         bsam.predict(model, bsam.PointMass.from_model(model), torch.ones(1, 2), vectorise=False, compile=True)
+
+
+# ---------------------------------------------------------------- mixtures
+
+
+def several(make, count=3):
+    models = []
+    for i in range(count):
+        model = seeded(make)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.is_floating_point():
+                    tensor.mul_(1 + 0.3 * i)
+        models.append(model)
+    return models
+
+
+@pytest.mark.parametrize("vectorise", [True, False])
+@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("num_samples", [0, 1, 32])
+def test_a_mixture_of_points_has_one_pass_per_part(vectorise, chunk, num_samples):
+    models, x = several(ConvNet), images(5)  # BatchNorm: each part has statistics of its own
+    q = Mixture([PointMass.from_model(model) for model in models], [1, 2, 5])
+    before = state_of(models[0])
+    found = predict(models[0], q, x, num_samples=num_samples, vectorise=vectorise, chunk=chunk, keep_samples=True)
+    assert_unchanged(before, models[0])
+    logits = torch.stack([model.eval()(x) for model in models]).detach()
+    weights = torch.tensor(q.weights, dtype=torch.float64)
+    assert_rows(found.sample_log_probs, logits.log_softmax(-1))
+    assert_rows(found.probs, torch.einsum("s,snk->nk", weights, logits.softmax(-1)))
+    assert_rows(found.energy, -torch.einsum("s,sn->n", weights, logits.logsumexp(-1)))
+    information = found.entropy - torch.einsum("s,sn->n", weights, torch.special.entr(logits.softmax(-1)).sum(-1))
+    assert_rows(found.mutual_information, information)
+    assert_rows(found.sample_weights.double(), weights)
+    assert found.num_samples == (3 if num_samples else 0)
+    assert found.computed_by == ("vmap" if vectorise else "loop")
+
+
+def assert_rows(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("options", [{}, {"likelihood": "gaussian", "noise_std": 0.3}], ids=["classes", "gaussian"])
+@pytest.mark.parametrize("vectorise", [True, False])
+def test_a_mixture_predicts_the_average_of_its_parts(options, vectorise):
+    models, x = several(lambda: mlp(1 if options else K)), vectors(6)
+    q = Mixture([gaussian(model, 0.2) for model in models], [1, 1, 2])
+    y = torch.zeros(6) if options else classes(6)
+    found = predict(models[0], q, (x, y), num_samples=9, seed=3, vectorise=vectorise, **options)
+    generator = torch.Generator().manual_seed(3)  # the draws, in the order of the parts
+    outputs, weights = [], []
+    for part, count in zip(q.parts, q.num_draws(9), strict=True):
+        for _ in range(count):
+            with part.sampled(models[0], generator):
+                outputs.append(models[0].eval()(x).detach())
+            weights.append(q.weights[q.parts.index(part)] / count)
+    w, f = torch.tensor(weights, dtype=torch.float64), torch.stack(outputs)
+    assert q.num_draws(9) == (2, 2, 5)
+    if not options:
+        assert_rows(found.probs, torch.einsum("s,snk->nk", w, f.softmax(-1)))
+        return
+    f = f[..., 0]
+    mean = (w[:, None] * f).sum(0)
+    assert_rows(found.mean, mean)
+    assert_rows(found.epistemic_variance, (w[:, None] * (f - mean).square()).sum(0))
+    normal = torch.distributions.Normal(f, 0.3)
+    assert_rows(found.log_density, (w[:, None] * normal.log_prob(torch.zeros(6)).exp()).sum(0).log())
+    assert_rows(found.cdf, (w[:, None] * normal.cdf(torch.zeros(6))).sum(0))
+
+
+def test_statistics_of_the_parts_of_a_mixture():
+    models, x = several(ConvNet), images(5)
+    points = Mixture([PointMass.from_model(model) for model in models])
+    wide = Mixture([gaussian(model) for model in models])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        predict(models[0], points, x)  # each point has the right ones
+        predict(models[0], wide, x, num_samples=0)
+    with pytest.warns(UserWarning, match="write recalibrate=train_loader"):
+        predict(models[0], wide, x, num_samples=3)
+    data, found = images(20), []
+    for model in models:
+        bsam.recalibrate_batch_norm(model, [data])
+        found.append(model.eval()(x).softmax(-1).detach())
+    again = predict(models[0], points, x, recalibrate=data)
+    assert_rows(again.probs, torch.stack(found).mean(0))
+    same_weights = Mixture(  # only buffers differ
+        [PointMass(points.parts[0].mean, buffers=part.buffers) for part in points.parts]
+    )
+    kept = predict(models[0], same_weights, x, keep_samples=True)
+    assert kept.sample_log_probs.shape[0] == 3
+    assert not torch.equal(kept.sample_log_probs[0], kept.sample_log_probs[1])
+
+
+def test_a_mixture_of_equal_points_is_the_point():
+    model, x = seeded(mlp), vectors(5)
+    point = PointMass.from_model(model)
+    found = predict(model, Mixture([point, point], [1, 2]), x)
+    assert torch.equal(found.log_probs, predict(model, point, x).log_probs)
+    assert found.computed_by == "mean"
+
+
+def test_too_few_samples_for_a_mixture_are_refused():
+    model = seeded(mlp)
+    before = state_of(model)
+    with pytest.raises(ValueError, match="num_samples=1 is fewer than the 2 parts"):
+        predict(model, Mixture([gaussian(model), gaussian(model)]), vectors(5), num_samples=1)
+    assert_unchanged(before, model)

@@ -151,7 +151,7 @@ def test_batches_of_different_lengths_are_padded():
     assert summary.nll == pytest.approx(float(torch.cat(nll).mean()))
 
 
-ROWS, NONE = ("log_probs", "mutual_information", "labels"), {"sample_log_probs": None}
+ROWS, NONE = ("log_probs", "mutual_information", "labels", "energy"), {"sample_log_probs": None}
 
 
 def test_batches_of_different_outputs_are_refused():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bsam.files import write_file
-from bsam.posterior import DiagonalGaussian, LowRankGaussian, PointMass
+from bsam.posterior import DiagonalGaussian, LowRankGaussian, Mixture, PointMass
 from bsam.prediction import Predictor, predict
 from tests.prediction.models import (
     WITH_STATISTICS_OF_THE_MEAN,
@@ -118,6 +118,32 @@ def test_a_low_rank_posterior():
         {name: 0.1 * torch.randn(3, *p.shape, dtype=p.dtype) for name, p in weights.items()},
     )
     assert_same(Predictor(model, q, num_samples=4)(x), expected(model, q, x, num_samples=4))
+
+
+@pytest.mark.parametrize("options", [{}, REGRESSION], ids=["classes", "regression"])
+def test_a_mixture(options, tmp_path):
+    model, x = seeded(ConvNet if not options else lambda: mlp(1)), images(5) if not options else vectors(5)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for tensor in (*other.parameters(), *other.buffers()):
+            if tensor.is_floating_point():
+                tensor.mul_(1.3)
+    parts = [gaussian(model, 0.2), PointMass.from_model(other), PointMass.from_model(model)]
+    q = Mixture(parts, [1, 2, 3])
+    found = Predictor(model, q, num_samples=4, seed=3, **options)
+    assert found.num_samples == 6
+    assert_same(found(x), expected(model, q, x, num_samples=4, seed=3, **options), 1e-7)
+    found.save(tmp_path / "p")
+    loaded = Predictor.load(tmp_path / "p", copy.deepcopy(model))
+    assert_same(loaded(x), found(x), 0)
+    loaded.weights[0] = 2.0
+    loaded.save(tmp_path / "p")
+    with pytest.raises(ValueError, match="weights must be 6 positive numbers that sum to 1"):
+        Predictor.load(tmp_path / "p", model)
+    points = Predictor(model, Mixture(parts[1:]), num_samples=100, **options)
+    assert (points.num_samples, points.weights) == (2, None)
+    program = points.export(x, dynamic_shapes=None).module()
+    assert_same(program(x), points(x), 1e-10)
 
 
 def test_points_are_stored_once():

@@ -10,10 +10,11 @@ from bsam.posterior.base import Posterior, read_posterior
 from bsam.posterior.base_model import Rename
 from bsam.posterior.diagonal import DiagonalGaussian
 from bsam.posterior.laplace import laplace
+from bsam.posterior.mixture import PART_KINDS, Mixture
 from bsam.posterior.point import PointMass
 from bsam.posterior.swag import LowRankGaussian
 
-__all__ = ["DiagonalGaussian", "LowRankGaussian", "PointMass", "Posterior", "laplace", "load_posterior"]
+__all__ = ["DiagonalGaussian", "LowRankGaussian", "Mixture", "PointMass", "Posterior", "laplace", "load_posterior"]
 
 
 def load_posterior(
@@ -32,5 +33,5 @@ def load_posterior(
         ValueError: The file is not a posterior, is incomplete, has a version or kind that this release cannot read, or
             does not fit the model.
     """
-    kinds: tuple[type[Posterior], ...] = (DiagonalGaussian, LowRankGaussian, PointMass)
+    kinds: tuple[type[Posterior], ...] = (*PART_KINDS, Mixture)
     return read_posterior(path, kinds, model, rename)

@@ -73,6 +73,10 @@ class Posterior(Protocol):
     def temper(self, temperature: float) -> Self:
         """Return the posterior with `temperature` times the variance."""
 
+    def _drawn_part(self, generator: torch.Generator) -> Posterior:
+        """Draw the part that the next sample comes from."""
+        return self
+
     @abstractmethod
     def _contents(self) -> tuple[dict[str, dict[str, Tensor]], Settings]:
         """Return the contents of a file: groups of named tensors, and settings."""
@@ -89,6 +93,20 @@ class Posterior(Protocol):
         (A file does not keep the order of the dictionaries.)
         """
         return sorted(name for name, std in self.std.items() if bool((std > 0).any()))
+
+    @property
+    def parts(self) -> tuple[Posterior, ...]:
+        """The distributions that this one is a mixture of: itself alone, unless it is a `Mixture`."""
+        return (self,)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The probabilities of the parts; they sum to 1."""
+        return (1.0,)
+
+    def num_draws(self, num_samples: int) -> tuple[int, ...]:
+        """Return how many of `num_samples` samples `bsam.predict` draws from each part."""
+        return (num_samples,)
 
     @property
     def num_parameters(self) -> int:
@@ -337,12 +355,13 @@ class _Sampled(Restored):
     def _change(self) -> None:
         self._posterior.check_fits(self._model)
         with interruptible():
-            sample = self._posterior.sample(self._generator)
-        self._stack.enter_context(preserved(self._model, self._posterior.mean))
+            part = self._posterior._drawn_part(self._generator)
+            sample = part.sample(self._generator)
+        self._stack.enter_context(preserved(self._model, part.mean))
         block = {id(parameter): parameter for parameter in self._model.parameters()}
         _blocks.append(block)  # tells optimizers that the model does not hold its own weights
         self._stack.callback(lambda: _blocks.__setitem__(slice(None), [b for b in _blocks if b is not block]))
-        _write(self._model, sample, self._posterior.buffers)
+        _write(self._model, sample, part.buffers)
 
     def _restore(self) -> None:
         self._stack.close()
@@ -383,10 +402,15 @@ def read_posterior(
         group, _, name = key.partition("/")
         groups.setdefault(group, {})[name] = tensor
     with naming(path):
-        if not isinstance(settings.get("base", {}), dict):
-            raise TypeError("base must be a dictionary")
-        posterior = by_kind[kind]._from_contents(groups, settings)
+        posterior = from_contents(by_kind[kind], groups, settings)
     posterior = posterior if rename is None else posterior.renamed(rename)
     if model is not None:
         posterior.check_base(model)
     return posterior
+
+
+def from_contents(cls: type[AnyPosterior], groups: dict[str, dict[str, Tensor]], settings: Settings) -> AnyPosterior:
+    """Make a posterior from the contents of a file, which is not trusted."""
+    if not isinstance(settings.get("base", {}), dict):
+        raise TypeError("base must be a dictionary")
+    return cls._from_contents(groups, settings)

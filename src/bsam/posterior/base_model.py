@@ -42,8 +42,11 @@ class FrozenWeights(NamedTuple):
 
     def are_those_of(self, tensor: Tensor) -> bool:
         """Whether a parameter has these weights, in any precision."""
-        found = self.of(tensor)
-        return found.shape == self.shape and abs(found.total - self.total) <= _LARGEST_DIFFERENCE * self.norm
+        return self.agrees_with(self.of(tensor))
+
+    def agrees_with(self, other: Self) -> bool:
+        """Whether both describe the same weights, in any precision."""
+        return other.shape == self.shape and abs(other.total - self.total) <= _LARGEST_DIFFERENCE * self.norm
 
 
 def new_names(rename: Rename, names: Iterable[str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +21,11 @@ __all__ = ["Average", "ClassAverage", "average_for", "one_output", "targets_like
 class Average(Protocol):
     """An average over samples, for one batch and its labels."""
 
-    def add(self, outputs: Tensor) -> None:
-        """Add the outputs of some samples, (samples, n, ...)."""
+    def add(self, outputs: Tensor, weights: Sequence[float] | None = None) -> None:
+        """Add the outputs of some samples, (samples, n, ...).
+
+        All samples count the same, or each its share in `weights`: those of all samples sum to 1.
+        """
 
     def columns(self) -> dict[str, Tensor | None]:
         """Return the fields of the result that have one row per example."""
@@ -46,37 +49,51 @@ class ClassAverage:
         self._samples: list[Tensor] | None = [] if keep_samples else None
         self._log_sum: Tensor | None = None
         self._entropy_sum: Tensor | float = 0.0
-        self._total = 0.0  # of the weights
+        self._energy_sum: Tensor | float = 0.0
+        self._count = 0  # of the samples that all count the same
 
-    def add(self, outputs: Tensor, weights: Tensor | None = None) -> None:
+    def add(self, outputs: Tensor, weights: Sequence[float] | Tensor | None = None) -> None:
         """Add the outputs of some samples, (samples, n, ...).
 
-        Each sample has weight 1, or `weights` (samples, n), which sum to 1 for each example.
+        All samples count the same, or each its share in `weights`, also as a tensor (samples, n): those of all samples
+        sum to 1, for each example.
         """
-        log_p = self._log_probs(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        log_p = self._log_probs(outputs)
         if self._log_sum is None and self._labels is not None:
             self._labels = _class_labels(self._labels, log_p[0], tuple(outputs.shape[1:]), self._likelihood)
         if self._samples is not None:
             self._samples.append(log_p.cpu())
-        entropies = entropy(log_p)
+        entropies, energies = entropy(log_p), self._energies(outputs)
         if weights is not None:
-            log_p, entropies = log_p + weights.log()[..., None], weights * entropies
+            shares = torch.as_tensor(weights, dtype=log_p.dtype, device=log_p.device)
+            shares = shares.reshape(*shares.shape, *[1] * (entropies.ndim - shares.ndim))
+            log_p, entropies, energies = log_p + shares.log()[..., None], shares * entropies, shares * energies
         log_sum = log_p.logsumexp(dim=0)
         self._log_sum = log_sum if self._log_sum is None else torch.logaddexp(self._log_sum, log_sum)
         self._entropy_sum = self._entropy_sum + entropies.sum(dim=0)
-        self._total += len(outputs) if weights is None else 1
+        self._energy_sum = self._energy_sum + energies.sum(dim=0)
+        self._count += len(outputs) if weights is None else 0
 
     def columns(self) -> dict[str, Tensor | None]:
         """Return the columns of `Predictions`."""
         assert self._log_sum is not None
-        log_probs = self._log_sum - math.log(self._total)
-        information = entropy(log_probs) - self._entropy_sum / self._total
+        total = self._count or 1
+        log_probs = self._log_sum - math.log(total)
+        information = entropy(log_probs) - self._entropy_sum / total
         return {
             "log_probs": log_probs,
             "mutual_information": information.clamp(min=0),  # rounding may take it below 0
             "labels": self._labels,
             "sample_log_probs": None if self._samples is None else torch.cat(self._samples).movedim(0, 1),
+            "energy": torch.as_tensor(self._energy_sum / total) if self._likelihood == "categorical" else None,
         }
+
+    def _energies(self, outputs: Tensor) -> Tensor:
+        """Return -logsumexp of the logits (samples, n, ...) over the classes; zeros for yes/no questions."""
+        if self._likelihood != "categorical":
+            return outputs.new_zeros(())
+        return -outputs.logsumexp(dim=1 + class_dimension(tuple(outputs.shape[1:]), self._class_dim))
 
     def _log_probs(self, outputs: Tensor) -> Tensor:
         """Map logits (samples, n, ...) to log-probabilities, with the classes in the last dimension."""
@@ -139,35 +156,42 @@ class GaussianAverage:
         self._squares: Tensor | float = 0.0  # sum of squared distances from the mean
         self._log_sum: Tensor | None = None
         self._below: Tensor | float = 0.0  # sum of the probabilities of a smaller target
-        self._count = 0
+        self._total = 0.0  # of the samples, or of their shares
 
-    def add(self, outputs: Tensor) -> None:
+    def add(self, outputs: Tensor, weights: Sequence[float] | None = None) -> None:
         check_outputs("gaussian", tuple(outputs.shape[1:]))
         f = one_output(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
-        if self._targets is not None and self._count == 0:
+        if self._targets is not None and self._total == 0:
             self._targets = targets_like(self._targets, f[0])
         if self._samples is not None:
             self._samples.append(f.cpu())
-        count, total = len(f), self._count + len(f)
-        mean, squares = f.mean(dim=0), f.var(dim=0, correction=0) * count
+        if weights is None:
+            shares, added = f.new_ones(()), float(len(f))
+            mean, squares = f.mean(dim=0), f.var(dim=0, correction=0) * added
+        else:
+            shares, added = f.new_tensor(weights).reshape(-1, *[1] * (f.ndim - 1)), math.fsum(weights)
+            mean = (shares * f).sum(dim=0) / added
+            squares = (shares * (f - mean).square()).sum(dim=0)
+        total = self._total + added
         shift = mean - self._mean  # Chan et al. (1983): merge two sets of samples
-        self._mean = self._mean + shift * (count / total)
-        self._squares = self._squares + squares + shift.square() * (self._count * count / total)
-        self._count = total
+        self._mean = self._mean + shift * (added / total)
+        self._squares = self._squares + squares + shift.square() * (self._total * added / total)
+        self._total = total
         if self._targets is not None:
             z = (self._targets - f) / self._noise_std
             log_p = -0.5 * z.square() - math.log(self._noise_std) - 0.5 * math.log(2 * math.pi)
-            log_sum = (log_p.sum(dim=2) if log_p.ndim == 3 else log_p).logsumexp(dim=0)
+            log_p = log_p.sum(dim=2) if log_p.ndim == 3 else log_p
+            log_sum = (log_p + shares.log().reshape(-1, 1)).logsumexp(dim=0)
             self._log_sum = log_sum if self._log_sum is None else torch.logaddexp(self._log_sum, log_sum)
-            self._below = self._below + torch.special.ndtr(z).sum(dim=0)
+            self._below = self._below + (shares * torch.special.ndtr(z)).sum(dim=0)
 
     def columns(self) -> dict[str, Tensor | None]:
         return {
             "mean": torch.as_tensor(self._mean),
-            "epistemic_variance": torch.as_tensor(self._squares / self._count),
+            "epistemic_variance": torch.as_tensor(self._squares / self._total),
             "targets": self._targets,
-            "log_density": None if self._log_sum is None else self._log_sum - math.log(self._count),
-            "cdf": None if self._log_sum is None else torch.as_tensor(self._below / self._count),
+            "log_density": None if self._log_sum is None else self._log_sum - math.log(self._total),
+            "cdf": None if self._log_sum is None else torch.as_tensor(self._below / self._total),
             "sample_means": None if self._samples is None else torch.cat(self._samples).movedim(0, 1),
         }
 

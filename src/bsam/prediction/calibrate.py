@@ -117,7 +117,8 @@ def calibrate(
 
     Args:
         model: The model; it need not hold the weights of the posterior. Its device is where predictions are made.
-        posterior: A distribution of its weights that has a width: a `DiagonalGaussian` or a `LowRankGaussian`.
+        posterior: A distribution of its weights that has a width: a `DiagonalGaussian`, a `LowRankGaussian`, or a
+            `Mixture` of them, whose parts get one temperature.
         data: Validation data with labels, as for `bsam.predict`, but not a generator. Neither training data, on which
             a posterior that is too narrow looks good, nor the test set, which would be no test afterwards.
         likelihood: As for `bsam.predict`.
@@ -152,7 +153,7 @@ def calibrate(
         True
     """
     check_integer("num_samples", num_samples, 1, "0 predicts with the mean, which has no width to choose.")
-    if not posterior.sampled_names:
+    if not any(part.sampled_names for part in posterior.parts):
         raise ValueError(
             f"the posterior, {posterior!r}, has no width: it is a point, and a temperature changes nothing. Give the "
             "posterior of bSAM, VOGN, IVON, SWAG or bsam.laplace."

@@ -23,6 +23,7 @@ from bsam.modules import (
     OutputModel,
     clean_names,
     floating_type,
+    named_buffers,
     named_parameters,
     normalisation_layers,
     running_statistics,
@@ -66,22 +67,28 @@ class Passes:
         room: int | None = None,
     ) -> None:
         self._model = OutputModel(model, forward)
-        self._posterior, self._num_samples, self._seed, self._device = posterior, num_samples, seed, device
-        sampled = set(posterior.sampled_names) if num_samples else set()
+        self._posterior, self._seed, self._device = posterior, seed, device
+        self._counts = posterior.num_draws(num_samples)  # of the parts of a mixture
+        self._num_samples = sum(self._counts)
+        self._draws = num_samples > 0
+        varies = self._draws or len(posterior.parts) > 1
+        sampled = set(posterior.sampled_names) if varies else set()
         self._parameters = {name: p for name, p in named_parameters(model).items() if name in sampled}
         self._tensors: dict[str, Tensor] = dict(self._parameters)  # the targets that a sample is written to
         names = clean_names(name for name, _ in model.named_parameters())
         self._keys = {short: f"model.{name}" for name, short in names.items()}
 
         self._weight_bytes = sum(p.numel() * p.element_size() for p in self._parameters.values())
-        self._chunk = chunk or max(1, min(num_samples, _CPU_BYTES // max(1, self._weight_bytes)))  # held by a loop
+        most = _CPU_BYTES // max(1, self._weight_bytes)
+        self._chunk = chunk or max(1, min(self._num_samples, most))  # held by a loop
         self._fits = chunk is not None
-        self._running_statistics: dict[str, list[Tensor]] = {}  # BatchNorm's, one per sample, if recalibrated
+        self._sample_buffers: dict[str, list[Tensor]] = {}  # one per sample, by their names in the model
+        self._take_buffers_of_parts()
         if recalibrate is None:
             self._warn_of_statistics()
         elif recalibrate is not False:
             self._recalibrate(recalibrate)
-        self._holds_all_samples = self._chunk >= num_samples
+        self._holds_all_samples = self._chunk >= self._num_samples
         self._held_samples: list[dict[str, Tensor]] | None = None
 
         if compile and vectorise is False:
@@ -94,9 +101,26 @@ class Passes:
         self._checked = vectorise is True
 
     @property
+    def num_samples(self) -> int:
+        """The number of samples that are averaged; 0 if there are none, but a mean, or that of each part."""
+        return self._num_samples if self._draws else 0
+
+    @property
+    def weights(self) -> list[float] | None:
+        """What each sample counts in the average; None if all count the same. They sum to 1."""
+        if not self._tensors:
+            return None
+        found = [
+            weight / count
+            for weight, count in zip(self._posterior.weights, self._counts, strict=True)
+            for _ in range(count)
+        ]
+        return None if len(set(found)) == 1 else found
+
+    @property
     def computed_by(self) -> str:
         """How the samples are computed: "mean", "vmap" or "loop", with the reason if vmap failed."""
-        if not self._parameters:
+        if not self._tensors:
             return "mean"
         if self._executor.tries_vmap(self._pays):
             return "vmap"
@@ -104,7 +128,7 @@ class Passes:
 
     def average(self, inputs: Any, start: Callable[[], Average]) -> dict[str, Tensor | None]:
         """Return the columns of one batch, averaged over all samples; `start` makes an empty average."""
-        if not self._parameters:
+        if not self._tensors:
             return _columns(start(), [self._model(inputs)[None]])
 
         def together() -> dict[str, Tensor | None]:
@@ -116,7 +140,7 @@ class Passes:
 
         def loop() -> dict[str, Tensor | None]:
             outputs = (self._at(stack, i, inputs)[None] for stack in self._stacks() for i in range(_num_samples(stack)))
-            return _columns(start(), outputs)
+            return _columns(start(), outputs, self.weights)
 
         return self._executor.run(together, loop, pays=self._pays)
 
@@ -124,7 +148,7 @@ class Passes:
         run = self._compiled if self._compile else self._vmapped
         while True:
             try:
-                return _columns(start(), (run(stack, inputs) for stack in self._stacks()))
+                return _columns(start(), (run(stack, inputs) for stack in self._stacks()), self.weights)
             except torch.OutOfMemoryError:
                 if self._chunk == 1 and not self._holds_all_samples:
                     raise
@@ -163,17 +187,41 @@ class Passes:
 
     def _draw(self, chunk: int) -> Iterator[dict[str, Tensor]]:
         """Draw the samples in order, in chunks that are stacked along dimension 0."""
-        generator = torch.Generator(self._device if self._device.type == "cuda" else "cpu").manual_seed(self._seed)
+        samples = self._samples()
         for start in range(0, self._num_samples, chunk):
             count = min(chunk, self._num_samples - start)
             stack = {name: p.new_empty((count, *p.shape)) for name, p in self._parameters.items()}
             for i in range(count):
                 with interruptible():
-                    sample = self._posterior.sample(generator)
+                    sample = next(samples)
                 given = [sample[name].to(weights.dtype) for name, weights in stack.items()]
-                foreach_copy_([weights[i] for weights in stack.values()], given)
-            running = self._running_statistics.items()
-            yield stack | {name: torch.stack(each[start : start + count]) for name, each in running}
+                if given:  # of a mixture, only buffers may differ
+                    foreach_copy_([weights[i] for weights in stack.values()], given)
+            buffers = self._sample_buffers.items()
+            yield stack | {name: torch.stack(each[start : start + count]) for name, each in buffers}
+
+    def _samples(self) -> Iterator[dict[str, Tensor]]:
+        """Draw the samples one by one, those of the first part of a mixture first."""
+        generator = torch.Generator(self._device if self._device.type == "cuda" else "cpu").manual_seed(self._seed)
+        for part, count in zip(self._posterior.parts, self._counts, strict=True):
+            draws = self._draws and bool(part.sampled_names)
+            for _ in range(count):
+                yield part.sample(generator) if draws else part.mean
+
+    def _take_buffers_of_parts(self) -> None:
+        """Let each sample have the buffers of its part, where the parts of a mixture have different ones."""
+        first, *others = self._posterior.parts
+        targets = named_buffers(self._model.model)
+        keys = {id(buffer): key for key, buffer in self._model.named_buffers()}
+        for name, buffer in first.buffers.items():
+            if any(not torch.equal(other.buffers[name], buffer) for other in others):
+                key = keys[id(targets[name])]
+                parts = zip(self._posterior.parts, self._counts, strict=True)
+                self._sample_buffers[key] = [
+                    part.buffers[name].to(targets[name].dtype) for part, count in parts for _ in range(count)
+                ]
+                self._tensors[key] = targets[name]
+                self._keys[key] = key
 
     def _warn_of_statistics(self) -> None:
         """Warn if a sample changes what BatchNorm sees: a weight before a layer of it, in the order of the modules."""
@@ -181,7 +229,8 @@ class Passes:
         layers = [layer for _, layer in normalisation_layers(self._model) if layer.running_mean is not None]
         last = modules.index(layers[-1]) if layers else 0
         before = {id(p) for module in modules[:last] for p in module.parameters(recurse=False)}
-        if any(id(parameter) in before for parameter in self._parameters.values()):
+        drawn = {name for part in self._posterior.parts for name in part.sampled_names} if self._draws else set()
+        if any(id(parameter) in before for name, parameter in self._parameters.items() if name in drawn):
             warnings.warn(
                 "the running statistics of BatchNorm belong to the posterior's mean, so that predictions at samples of "
                 "the weights are too uncertain: write recalibrate=train_loader to estimate the statistics at each "
@@ -197,7 +246,7 @@ class Passes:
         def run(batch: Any) -> None:
             self._model(moved(inputs_and_labels(batch)[0], self._device, floating_type(self._model)))
 
-        if not self._parameters:
+        if not self._tensors:
             recalibrate_batch_norm(self._model, data, forward=run)
             return
         estimates: dict[str, list[Tensor]] = {key: [] for key in buffers}
@@ -207,13 +256,13 @@ class Passes:
                 recalibrate_batch_norm(self._model, data, forward=run)
                 for key, buffer in buffers.items():
                     estimates[key].append(buffer.clone())
-        self._running_statistics = estimates
+        self._sample_buffers |= estimates
         self._tensors |= buffers
         self._keys |= {key: key for key in buffers}
 
     def samples(self) -> dict[str, Tensor]:
         """Draw all samples: stacked weights, and recalibrated statistics, by their names in the model."""
-        if not self._parameters:
+        if not self._tensors:
             return {}
         stack = next(self._draw(self._num_samples))
         return {self._keys[name].removeprefix("model."): values for name, values in stack.items()}
@@ -354,9 +403,14 @@ def _choose_chunk(num_samples: int, most: int) -> int:
     return next((n for n in range(most, most // 2, -1) if num_samples % n == 0), most)
 
 
-def _columns(average: Average, outputs: Iterable[Tensor]) -> dict[str, Tensor | None]:
+def _columns(
+    average: Average, outputs: Iterable[Tensor], weights: Sequence[float] | None = None
+) -> dict[str, Tensor | None]:
+    start = 0
     for output in outputs:
-        average.add(output)
+        stop = start + len(output)
+        average.add(output, None if weights is None else weights[start:stop])
+        start = stop
     return {name: None if column is None else column.cpu() for name, column in average.columns().items()}
 
 

@@ -9,7 +9,8 @@ With samples theta_1 .. theta_S of the weights and the model's output f_i(x) at 
   (epistemic) plus noise_std^2 (aleatoric).
 
 All batches use the same samples: sample i is the i-th draw of `torch.Generator().manual_seed(seed)` (on the model's
-device if that is CUDA, else on the CPU), for every batch size, every chunk, vmap and loop.
+device if that is CUDA, else on the CPU), for every batch size, every chunk, vmap and loop. Those of the first part of a
+mixture come first, and a sample counts in the averages what its part's weight says (`bsam.posterior.mixture`).
 
 The data is read once, and each batch runs at all samples: on an accelerator `chunk` samples at a time in one vmapped
 pass if the model allows it, otherwise in a loop. Both give the same numbers up to rounding.
@@ -119,7 +120,9 @@ def predict(
             dictionary whose "labels" (or "label") are the labels. A dictionary of inputs becomes keyword arguments of
             the model, a tuple or list becomes positional arguments. NumPy arrays may stand in the place of tensors;
             arrays of real numbers get the type of the model's weights.
-        num_samples: Number of samples; 0 predicts with the mean.
+        num_samples: Number of samples; 0 predicts with the mean. Of a `Mixture`, they are spread over the parts by
+            their weights; a part that is a point has one pass, whatever the number is, and 0 is one pass at the mean
+            of each part.
         seed: Seed of the samples.
         chunk: Number of samples in one vmapped pass, or held by a loop. It multiplies the memory for weights and
             activations. By default as many as fit into half of a GPU's free memory, or 256 MB on the CPU, and at most
@@ -188,22 +191,29 @@ def predict(
             return columns
 
         rows = collect(batches, device, average, dtype=floating_type(model), ignore_index=ignore_index)
-    return result_of(rows, noise_std, ignore_index, num_samples=num_samples, seed=seed, computed_by=passes.computed_by)
+    settings = {"num_samples": passes.num_samples, "seed": seed, "computed_by": passes.computed_by}
+    weights = passes.weights if keep_samples else None
+    if weights is not None:
+        settings["sample_weights"] = torch.tensor(weights)
+    return result_of(rows, noise_std, ignore_index, **settings)
 
 
 @contextlib.contextmanager
 def at_mean(model: nn.Module, posterior: Posterior) -> Iterator[torch.device]:
-    """Write the posterior's mean into `model`, in evaluation mode, until the block ends. Yields the device."""
+    """Write the posterior's mean into `model`, in evaluation mode, until the block ends. Yields the device.
+
+    Of a mixture, the mean of its first part.
+    """
     posterior.check_fits(model)
     device = next((t.device for t in chain(model.parameters(), model.buffers())), torch.device("cpu"))
     with (
         deferred(),
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),  # a DataLoader draws its workers' seed from the global generator
-        preserved(model, posterior.mean),
+        preserved(model, posterior.parts[0].mean),
         evaluating(model),
     ):
-        posterior.write_mean(model)
+        posterior.parts[0].write_mean(model)
         yield device
 
 

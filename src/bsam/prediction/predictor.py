@@ -31,7 +31,7 @@ from bsam.torch_private import scan_stack
 __all__ = ["Predictor"]
 
 _FORMAT, _KIND = "bsam.predictor", "ensemble"
-_SETTINGS = ("likelihood", "noise_std", "class_dim", "num_samples", "seed")
+_SETTINGS = ("likelihood", "noise_std", "class_dim", "num_samples", "seed", "weights")
 
 
 class Predictor(nn.Module):
@@ -50,7 +50,8 @@ class Predictor(nn.Module):
     Args:
         model: The model. It need not hold the weights of the posterior. Its device is where the predictor is.
         posterior: The distribution of its weights.
-        num_samples: Number of samples; 0 predicts with the mean.
+        num_samples: Number of samples; 0 predicts with the mean. Of a `Mixture` as for `bsam.predict`; the predictor's
+            own `num_samples` is then the number of its networks.
         seed: Seed of the samples.
         likelihood: As for `bsam.predict`.
         noise_std: Standard deviation of the targets around the true output, for `"gaussian"`.
@@ -91,7 +92,7 @@ class Predictor(nn.Module):
         check_integer("batch_size", batch_size, 1)
         calibration = calibration_batches(recalibrate, batch_size)
         model = unwrapped(model)
-        settings = {
+        settings: dict[str, Any] = {
             "likelihood": likelihood,
             "noise_std": noise_std,
             "class_dim": class_dim,
@@ -106,12 +107,15 @@ class Predictor(nn.Module):
                 forward=forward,
                 num_samples=num_samples,
                 seed=seed,
-                chunk=max(1, num_samples),
+                chunk=max(1, sum(posterior.num_draws(num_samples))),
                 vectorise=False,
                 device=device,
                 recalibrate=calibration,
             )
             samples = passes.samples()
+            if samples:
+                settings["num_samples"] = len(next(iter(samples.values())))
+            settings["weights"] = passes.weights
             self._assemble(copy.deepcopy(model), samples, settings, forward, vectorise)
 
     def _assemble(
@@ -129,6 +133,7 @@ class Predictor(nn.Module):
         self.class_dim: int | None = settings["class_dim"]
         self.num_samples: int = settings["num_samples"]
         self.seed: int = settings["seed"]
+        self.weights: list[float] | None = settings.get("weights")  # a file of an earlier version has none
         self._start = average_for(self.likelihood, self.noise_std, class_dim=self.class_dim)
         self.network = _Network(model, forward)
         self.samples = nn.Module()
@@ -165,7 +170,7 @@ class Predictor(nn.Module):
     def _average(self, outputs: Tensor) -> dict[str, Tensor]:
         """Average the outputs (samples, n, ...) of all samples."""
         average = self._start(None)
-        average.add(outputs)
+        average.add(outputs, self.weights)
         columns = {name: column for name, column in average.columns().items() if column is not None}
         if self.noise_std is None:
             log_probs = columns["log_probs"]
@@ -270,6 +275,7 @@ class Predictor(nn.Module):
             for name in ("num_samples", "seed"):
                 check_integer(name, settings[name], 0 if name == "num_samples" else -(2**63))
             average_for(settings["likelihood"], settings["noise_std"], class_dim=settings["class_dim"])
+            _check_weights(settings.get("weights"), settings["num_samples"])
             for name, stack in groups["sample"].items():
                 if stack.ndim == 0 or not 0 < len(stack) == settings["num_samples"]:
                     raise ValueError(f"{name} has shape {tuple(stack.shape)}: its first dimension must be num_samples.")
@@ -331,6 +337,14 @@ class Predictor(nn.Module):
     def unrolled(self) -> nn.Module:
         """Return a module that predicts the same with one network per sample, each with its own sampled weights."""
         return _Unrolled(self) if self._stack() else self
+
+
+def _check_weights(weights: Any, num_samples: int) -> None:
+    """Raise unless a file's weights of the samples are None, or positive numbers that sum to 1."""
+    if weights is None:
+        return
+    if len(weights) != num_samples or not all(weight > 0 for weight in weights) or abs(sum(weights) - 1) > 1e-6:
+        raise ValueError(f"weights must be {num_samples} positive numbers that sum to 1.")
 
 
 class _Network(nn.Module):

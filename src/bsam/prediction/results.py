@@ -57,7 +57,8 @@ class Predictions(_Saved):
     labels: Tensor | None
     """(n, ...), or None if the data had none."""
     num_samples: int
-    """0: none. The mean of the posterior predicted, or, if linearised, an integral replaced them."""
+    """0: none. The mean of the posterior predicted (of a mixture, that of each part), or, if linearised, an integral
+    replaced them."""
     seed: int
     computed_by: str = ""
     """`"vmap"`, `"loop"` (with the reason, if vmap failed), `"mean"` or `"linearised"`."""
@@ -65,7 +66,12 @@ class Predictions(_Saved):
     """The number of labels that are not rated: padding, or positions without a label."""
     sample_log_probs: Tensor | None = None
     """Logarithms of the probabilities of each sample, (num_samples, n, ..., K), if `keep_samples=True`. If no weight is
-    sampled, there is one: the mean's."""
+    sampled, there is one: the mean's, or one per part of a mixture."""
+    sample_weights: Tensor | None = None
+    """What each of these samples counts in the averages, (num_samples,); None if all count the same."""
+    energy: Tensor | None = None
+    """-logsumexp of the logits, (n, ...), averaged over the samples: larger for inputs that look unknown. None for
+    yes/no questions, whose one logit has no such sum, and in a file of an earlier version."""
 
     kind: ClassVar[str] = "classes"
 
@@ -77,6 +83,9 @@ class Predictions(_Saved):
             _check_shape("labels", self.labels, shape[:-1])
         if self.sample_log_probs is not None:
             _check_shape("sample_log_probs", self.sample_log_probs, (-1, *shape))
+        _check_sample_weights(self.sample_weights, self.sample_log_probs)
+        if self.energy is not None:
+            _check_shape("energy", self.energy, shape[:-1])
 
     @property
     def probs(self) -> Tensor:
@@ -129,7 +138,8 @@ class GaussianPredictions(_Saved):
     log_density: Tensor | None
     """The log-density of the mixture at each target, (n,), summed over the D outputs of an example."""
     num_samples: int
-    """0: none. The mean of the posterior predicted, or, if linearised, an integral replaced them."""
+    """0: none. The mean of the posterior predicted (of a mixture, that of each part), or, if linearised, an integral
+    replaced them."""
     seed: int
     computed_by: str = ""
     """`"vmap"`, `"loop"` (with the reason, if vmap failed), `"mean"` or `"linearised"`."""
@@ -139,7 +149,9 @@ class GaussianPredictions(_Saved):
     predictions are calibrated. None if there are no targets, or in a file of an earlier version."""
     sample_means: Tensor | None = None
     """The output of each sample, (num_samples, n) or (num_samples, n, D), if `keep_samples=True`. If no weight is
-    sampled, there is one: the mean's."""
+    sampled, there is one: the mean's, or one per part of a mixture."""
+    sample_weights: Tensor | None = None
+    """What each of these samples counts in the averages, (num_samples,); None if all count the same."""
 
     kind: ClassVar[str] = "gaussian"
 
@@ -151,6 +163,7 @@ class GaussianPredictions(_Saved):
                 _check_shape(name, getattr(self, name), tuple(self.mean.shape))
         if self.sample_means is not None:
             _check_shape("sample_means", self.sample_means, (-1, *self.mean.shape))
+        _check_sample_weights(self.sample_weights, self.sample_means)
         if self.log_density is not None:
             _check_shape("log_density", self.log_density, (len(self),))
 
@@ -168,6 +181,11 @@ class GaussianPredictions(_Saved):
             f"GaussianPredictions({len(self)} examples, {targets}, noise_std={self.noise_std}, "
             f"num_samples={self.num_samples}, seed={self.seed}, computed_by={self.computed_by!r})"
         )
+
+
+def _check_sample_weights(weights: Tensor | None, samples: Tensor | None) -> None:
+    if weights is not None:
+        _check_shape("sample_weights", weights, (0 if samples is None else len(samples),))
 
 
 def _check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
