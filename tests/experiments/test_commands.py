@@ -49,6 +49,19 @@ def test_resume_takes_no_settings_and_devices_must_exist(tmp_path):
         assert message in str(result.exception)
 
 
+def test_several_runs_are_evaluated_as_an_ensemble(tmp_path):
+    for method in ("sgd", "bsam"):
+        start(tmp_path / method, method).train()
+    folders = [str(tmp_path / method) for method in ("sgd", "bsam")]
+    options = ["--samples", "2", "--device", "cpu", "--out", str(tmp_path / "both")]
+    result = CliRunner().invoke(app, ["evaluate", *folders, *options])
+    assert result.exit_code == 0, result.output
+    assert "1 × SGD and 1 × bSAM" in " ".join(result.output.split())
+    assert read_json(tmp_path / "both" / "record.json")["members"] == 2
+    alone = CliRunner().invoke(app, ["evaluate", folders[0], "--out", str(tmp_path)])
+    assert "name two runs or more" in str(alone.exception)
+
+
 def test_the_table_of_an_evaluation_has_intervals_but_for_the_ece(tmp_path):
     start(tmp_path, "sgd").train()
     result = CliRunner().invoke(app, ["evaluate", str(tmp_path), "--samples", "0", "--device", "cpu"])

@@ -9,12 +9,16 @@ import torch
 
 import bsam
 from bsam.experiments.comparison import compare
-from bsam.experiments.ensemble import average
+from bsam.experiments.data import plain_batches
+from bsam.experiments.ensemble import average, evaluate_ensemble
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.record import read_json
 from bsam.experiments.reproduce.execute import execute
 from bsam.experiments.reproduce.plan import Task
+from bsam.experiments.runs import Run
+from bsam.experiments.stacks import Stack
 from tests.experiments.reproduce.records import write_record
+from tests.experiments.test_runs import short
 from tools.markdown import comparison_markdown
 
 
@@ -97,3 +101,51 @@ def test_an_ensemble_is_a_row_that_is_not_judged(tmp_path):
     shown = comparison_markdown(comparison)
     assert "| 5 × SGD<br>one ensemble, 180 epochs | 91.00 (-)<br>— |" in shown
     assert "Rows with “×” are ensembles" in shown
+
+
+# ---------------------------------------------------------------- runs that are named
+
+
+def trained(folder, method="sgd", seed=0, *changes):
+    Stack.start([Run(folder, short(method, *changes), seed, f"digits/{method}")], device="cpu").train()
+    return folder
+
+
+def test_an_ensemble_of_points_predicts_as_their_mixture(tmp_path):
+    runs = [trained(tmp_path / f"seed{seed}", seed=seed) for seed in (0, 1)]
+    out, words, results = evaluate_ensemble(runs, samples=[0, 4], device="cpu")
+    assert (out, words) == (tmp_path / "ensemble", "2 × SGD")
+    record = read_json(out / "record.json")
+    assert record["members"] == 2
+    assert [run["folder"] for run in record["runs"]] == ["../seed0", "../seed1"]
+    assert record["evaluations"]["test"]["4"]["nll"] == results["4"].nll
+    assert (out / "reliability-test-4.png").is_file()
+    assert all(set(read_json(run / "record.json")["evaluations"]["test"]) == {"0", "4"} for run in runs)
+    mixture = bsam.Mixture([bsam.load_posterior(run / "posterior.safetensors") for run in runs])
+    trainer = Stack.resume(runs[0], device="cpu").trainers[0]
+    batch = next(iter(plain_batches(trainer.dataset, "test", batch_size=50)))
+    wanted = bsam.predict(trainer.model, mixture, [batch])
+    found = bsam.Predictions.load(out / "predictions-test-4.safetensors")
+    torch.testing.assert_close(found.log_probs[:50], wanted.log_probs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.energy[:50], wanted.energy, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.mutual_information[:50], wanted.mutual_information, rtol=1e-3, atol=1e-4)
+    evaluate_ensemble(runs[::-1], samples=[2], device="cpu")  # the same ensemble
+    assert set(read_json(out / "record.json")["evaluations"]["test"]) == {"0", "4", "2"}
+
+
+def test_which_runs_may_be_an_ensemble(tmp_path):
+    first, other = trained(tmp_path / "a" / "seed0"), trained(tmp_path / "b" / "seed0", "bsam")
+    out, words, _ = evaluate_ensemble([first, other], samples=[1], device="cpu")
+    assert (out, words) == (tmp_path / "ensemble", "1 × SGD and 1 × bSAM")
+    with pytest.raises(ValueError, match="hold the same posterior: name each member once"):
+        evaluate_ensemble([first, other, first], device="cpu")
+    wider = trained(tmp_path / "c", "sgd", 0, "model=mlp_elu")
+    with pytest.raises(ValueError, match=r"has model = .*, .*c has .*the same data and the same network"):
+        evaluate_ensemble([first, wider], device="cpu")
+    with pytest.raises(FileNotFoundError, match="nothing holds no finished run"):
+        evaluate_ensemble([first, tmp_path / "nothing"], device="cpu")
+    third = trained(tmp_path / "d", "sgd", 1)
+    with pytest.raises(ValueError, match="holds the results of other runs: write --out FOLDER"):
+        evaluate_ensemble([first, third], tmp_path / "ensemble", device="cpu")
+    with pytest.raises(ValueError, match="holds the results of other runs"):
+        evaluate_ensemble([first, third], other, device="cpu")

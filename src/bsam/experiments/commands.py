@@ -23,6 +23,7 @@ from rich.table import Table
 import bsam
 from bsam.experiments import demo as experiment
 from bsam.experiments.config import FIELDS, explanations, from_file, hints, override, to_toml, toml_value, what_fits
+from bsam.experiments.ensemble import evaluate_ensemble
 from bsam.experiments.evaluate import evaluate as evaluate_run
 from bsam.experiments.methods import METHODS
 from bsam.experiments.metric_columns import DECIMALS, TITLES
@@ -205,7 +206,7 @@ def _train(stack: Stack, save_minutes: float, save_epochs: int | None) -> None:
 
 @app.command()
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folder of a finished run, or of several.")],
     samples: Annotated[
         str | None, typer.Option(help="Numbers of posterior samples, like 0,8,64.", show_default="32")
     ] = None,
@@ -215,15 +216,22 @@ def evaluate(
         typer.Option(help="Temperature: multiplies the posterior's variance.", show_default="1, or the run's"),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Make all predictions again, also those that exist.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the ensemble of several runs.", show_default="ensemble, beside the runs"),
+    ] = None,
     data: Data = None,
     device: Device = None,
 ) -> None:
     """Predict the test set with a run's posterior, and compute the metrics.
 
     Writes predictions and one reliability diagram per number of samples
-    into the folder, and the metrics into its record. Examples:
+    into the folder, and the metrics into its record. Several runs are
+    also evaluated together, as an ensemble in a folder of its own. Examples:
 
     [bold]bsam evaluate runs/digits/seed0 --samples 0,8,64[/bold]
+
+    [bold]bsam evaluate runs/digits/seed0 runs/digits/seed1 --samples 32[/bold]
 
     [bold]bsam evaluate runs/digits/seed0 --temperature 0.5[/bold]
     """
@@ -233,10 +241,22 @@ def evaluate(
         counts = [-1]
     if counts is not None and min(counts) < 0:
         raise ValueError(f"--samples {samples} must be whole numbers with commas between, like 0,8,64.")
-    results = evaluate_run(
-        run, samples=counts, part=part, temperature=temperature, device=device, data=data, again=again
-    )
-    title = f"{escape(str(run))}, {part}: 95% intervals (the ECE has none)"
+    options: dict[str, Any] = {
+        "samples": counts,
+        "part": part,
+        "temperature": temperature,
+        "device": device,
+        "data": data,
+        "again": again,
+    }
+    if len(runs) == 1 and out is not None:
+        raise ValueError("--out is the folder of an ensemble: name two runs or more.")
+    if len(runs) > 1:
+        folder, words, results = evaluate_ensemble(runs, out, **options)
+        title = f"{escape(str(folder))}, {words}, {part}: 95% intervals (the ECE has none)"
+    else:
+        results = evaluate_run(runs[0], **options)
+        title = f"{escape(str(runs[0]))}, {part}: 95% intervals (the ECE has none)"
     table = Table("samples", *TITLES.values(), title=title, box=box.SIMPLE, pad_edge=False)
     for count, summary in results.items():
         cells = []

@@ -22,7 +22,7 @@ from bsam.experiments.runs import choose_device, holds_run, remembered_data
 from bsam.experiments.style import new_figure
 from bsam.files import locked, remove_leftovers, replacing
 
-__all__ = ["evaluate", "evaluation_name", "evaluation_of", "prepared"]
+__all__ = ["draw_diagram", "evaluate", "evaluation_name", "evaluation_of", "prepared", "sha256_of"]
 
 
 def prepared(
@@ -76,7 +76,7 @@ def evaluate(
     seed = read_json(path)["seed"] if seed is None else seed
     remove_leftovers(folder)
     lock = folder / ".record.json.lock"
-    origin = {"seed": seed, "posterior_sha256": _sha256(folder / "posterior.safetensors")}
+    origin = {"seed": seed, "posterior_sha256": sha256_of(folder / "posterior.safetensors")}
 
     @cache
     def loaded() -> tuple[Dataset, nn.Module, bsam.Posterior]:
@@ -101,9 +101,9 @@ def evaluate(
         with locked(lock):  # keeps results that other processes have written in the meantime
             if made:
                 predictions.save(file)
-            _draw(predictions, folder / f"reliability-{part}-{name}.png")
+            draw_diagram(predictions, folder / f"reliability-{part}-{name}.png")
             record = read_json(path)
-            evaluation = {**found, **origin, "sha256": _sha256(file)}
+            evaluation = {**found, **origin, "sha256": sha256_of(file)}
             if made or "environment" in known:
                 evaluation["environment"] = environment(dataset.device) if made else known["environment"]
             record["evaluations"].setdefault(part, {})[name] = evaluation
@@ -127,16 +127,18 @@ def _belongs(file: Path, origin: dict[str, Any], evaluation: dict[str, Any]) -> 
     """Whether the record has the predictions in `file`, with this origin."""
     if not file.is_file():
         return False
-    return all(evaluation.get(key) == value for key, value in {**origin, "sha256": _sha256(file)}.items())
+    return all(evaluation.get(key) == value for key, value in {**origin, "sha256": sha256_of(file)}.items())
 
 
-def _draw(predictions: bsam.Predictions, path: Path) -> None:
+def draw_diagram(predictions: bsam.Predictions, path: Path) -> None:
+    """Write the reliability diagram of predictions as a picture."""
     figure = new_figure(4.5, 5)
     bsam.metrics.reliability_diagram(predictions, ax=figure.subplots())
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=120)
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
