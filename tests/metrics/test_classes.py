@@ -1,10 +1,8 @@
 import json
 import math
-import sys
 from itertools import pairwise
 from types import SimpleNamespace
 
-import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -14,6 +12,7 @@ from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, mean_squ
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
 from bsam import metrics as M
+from tests.metrics.data import random_predictions
 
 WITH_INTERVAL = ("accuracy", "nll", "auroc", "brier")
 NAMES = ("accuracy", "nll", "ece", "auroc", "brier")
@@ -23,25 +22,6 @@ P = torch.tensor(
     [[0.9, 0.1, 0.0], [0.2, 0.6, 0.2], [0.3, 0.1, 0.6], [0.5, 0.25, 0.25], [0.3, 0.3, 0.4]], dtype=torch.float64
 )
 Y = torch.tensor([0, 1, 0, 2, 2])
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Many tiny calls: on a busy machine threads that wait for each other take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def random_predictions(n, num_classes=10, seed=0, dtype=torch.float64, levels=None):
-    """Overconfident log-probabilities; `levels` rounds the logits so that confidences tie."""
-    g = torch.Generator().manual_seed(seed)
-    logits = torch.randn(n, num_classes, generator=g, dtype=torch.float64)
-    if levels:
-        logits = (logits * levels).round() / levels
-    labels = torch.multinomial(logits.softmax(1), 1, generator=g).squeeze(1)
-    return (2 * logits).log_softmax(1).to(dtype), labels
 
 
 def row_with_confidence(p, num_classes=40):
@@ -674,35 +654,7 @@ def test_as_dict_survives_json():
     assert d["intervals"]["nll"] == list(s.intervals["nll"])
 
 
-# The diagram.
-
-
-@pytest.fixture
-def plt():
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    yield plt
-    plt.close("all")
-
-
-def test_reliability_diagram(plt):
-    log_probs, labels = random_predictions(500)
-    table = M.reliability(log_probs, labels, num_bins=12)
-    filled = table.count > 0
-    ax = M.reliability_diagram((log_probs, labels), num_bins=12)
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("confidence", "accuracy")
-    bars, gaps = ax.containers
-    assert [bar.get_height() for bar in bars] == table.accuracy[filled].tolist()
-    tops = [gap.get_y() + gap.get_height() for gap in gaps]
-    assert tops == pytest.approx(torch.maximum(table.accuracy, table.confidence)[filled].tolist())
-    assert [bar.get_x() * 12 for bar in bars] == pytest.approx(filled.nonzero().flatten().tolist())
-    (histogram,) = ax.child_axes
-    shares = [bar.get_height() for bar in histogram.containers[0]]
-    assert shares == pytest.approx((table.count[filled] / 500).tolist())
-    assert f"ECE {M.ece(log_probs, labels, 12):.4f}" in ax.get_legend().get_title().get_text()
-    assert [line.get_xydata().tolist() for line in ax.lines] == [[[0, 0], [1, 1]]]
-    ax.figure.canvas.draw()
+# The table as rows.
 
 
 def test_reliability_table_goes_through_json():
@@ -712,30 +664,6 @@ def test_reliability_table_goes_through_json():
     back = M.ReliabilityTable.from_rows(rows)
     for name in ("count", "confidence", "accuracy"):
         torch.testing.assert_close(getattr(back, name), getattr(table, name), equal_nan=True, rtol=0, atol=0)
-
-
-def test_reliability_diagram_of_a_table(plt):
-    log_probs, labels = random_predictions(500)
-    table = M.reliability(log_probs, labels, num_bins=12)
-    ours, theirs = (M.reliability_diagram(x, num_bins=12) for x in (table, (log_probs, labels)))
-    for mine, other in zip(ours.patches, theirs.patches, strict=True):
-        assert mine.get_bbox().bounds == other.get_bbox().bounds
-    assert ours.get_legend().get_title().get_text() == theirs.get_legend().get_title().get_text()
-
-
-def test_reliability_diagram_on_given_axes(plt):
-    fig, axes = plt.subplots(1, 2)
-    log_probs, labels = random_predictions(50)
-    predictions = SimpleNamespace(log_probs=log_probs, labels=labels)
-    assert M.reliability_diagram(predictions, ax=axes[1]) is axes[1]
-    assert not axes[0].containers
-    fig.canvas.draw()
-
-
-def test_reliability_diagram_without_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r"which is missing: pip install matplotlib$"):
-        M.reliability_diagram((GOOD, LABELS))
 
 
 def test_predictions_without_labels_are_refused():
