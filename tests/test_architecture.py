@@ -93,6 +93,8 @@ MIRRORED_ELSEWHERE = {
     "bsam/experiments/style.py": "experiments/figures/test_init.py",
     "bsam/kernels/convolution_triton.py": "kernels/test_convolution.py",
     "bsam/kernels/filter_response_triton.py": "kernels/test_filter_response.py",
+    "bsam/metrics/bootstrap.py": "metrics/test_classes.py",
+    "bsam/metrics/inputs.py": "metrics/test_classes.py",
     "bsam/noise_cuda.py": "test_noise.py",
     "bsam/posterior/__init__.py": "posterior/test_base.py",
     "tools/markdown.py": "experiments/reproduce/test_studies.py",

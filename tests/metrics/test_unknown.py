@@ -84,13 +84,13 @@ def test_bootstrap_resamples_both_sets():
 def test_intervals_cover_the_truth():
     known, unknown = scores(20_000, 20_000, seed=3)
     truth, covered, g = M.rate_unknown(known, unknown, num_bootstrap=0), [0] * 4, torch.Generator().manual_seed(0)
-    for seed in range(100):
+    for seed in range(50):
         i, j = (torch.randint(20_000, (200,), generator=g) for _ in range(2))
         s = M.rate_unknown(known[i], unknown[j], num_bootstrap=100, seed=seed)
         for k, name in enumerate(NAMES):
             low, high = s.intervals[name]
             covered[k] += low <= getattr(truth, name) <= high
-    assert all(87 <= count <= 100 for count in covered), covered
+    assert all(42 <= count <= 50 for count in covered), covered
 
 
 def test_ignores_the_default_device():

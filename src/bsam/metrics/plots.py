@@ -137,11 +137,13 @@ def unknown_diagram(
         color=plt.rcParams["text.color"],
         linestyle="--",
         linewidth=1,
-        label="95% of the known are left of it",
+        label="accepts 95% of the known",
     )
     words = "scores" if isinstance(known, Tensor) else f"doubt: {_WORDS[score]}"
     title = f"AUROC {found.auroc:.4f}, FPR at 95% {found.fpr_95:.4f}"
-    ax.set(xlim=(low, high), xlabel=words, ylabel="share of examples")
+    ax.set(
+        xlim=(low, high), ylim=(0, 1.4 * ax.get_ylim()[1]), xlabel=words, ylabel="share of examples"
+    )  # for the legend
     ax.legend(loc="upper right", title=title, alignment="left", fontsize="small")
     return ax
 

@@ -109,9 +109,10 @@ class Threshold:
     def __str__(self) -> str:
         if self.coverage == 0:
             safe = "has a risk that low" if self.level is None else "is safe"
-            need = (
-                "" if self.level is None else f" Even without any error, {_fewest(self.risk, self.level)} are needed."
-            )
+            need = ""
+            if self.level is not None:
+                fewest = _fewest(self.risk, self.level)
+                need = f" This takes at least {fewest} accepted examples without an error, or more of them with errors."
             return f"No threshold {safe} on these {self.num_examples} examples: reject everything.{need}"
         rule = f"Accept predictions whose {self.score.replace('_', ' ')} is below {self.threshold:.4g}"
         if self.score == "confidence":
