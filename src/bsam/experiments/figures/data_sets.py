@@ -31,7 +31,7 @@ from bsam.theory.losses import murphy_data
 
 __all__ = ["DataSets", "compute_data_sets", "draw_data_sets", "prior_name"]
 
-TITLES = {"sam": "SAM, point estimate", "bsam": "bSAM", "laplace": "SAM + Laplace"}
+TITLES = {"sam": "SAM", "bsam": "bSAM", "laplace": "SAM + Laplace"}
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def draw_data_sets(result: DataSets, figure: Figure) -> None:
             options: Any = {"s": 16, "marker": marker, "edgecolors": colour, "linewidths": 0.7}
             excess = result.excess(prior_precision, method)
             for chosen, face, kind in ((result.separable, colour, ""), (~result.separable, "none", ", not separable")):
-                label = TITLES[method] + (kind or ", separable data")
+                label = TITLES[method] + (kind or ", separable")
                 axes.scatter(found["exact"][chosen], excess[chosen], facecolors=face, label=label, **options)
         axes.axhline(0, color=BLACK, lw=1)
         axes.set_title(f"prior {prior_name(prior_precision)}")

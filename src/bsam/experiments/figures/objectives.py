@@ -127,7 +127,8 @@ def draw_worst_case(result: Neighbourhood, figure: Figure) -> None:
     axes.plot(result.theta, result.loss, color=GRAY, lw=2, label=r"loss $\ell(\theta)$")
     _gaussian(axes, result)
     axes.plot(result.theta, result.majorant, color=PURPLE, lw=1.5, label="quadratic above it, with mean $-f^{**}$")
-    axes.axhline(result.expected_loss, color=BLUE, ls="--", lw=1, label=rf"$-f$: mean under the Gaussian, {result.expected_loss:.2f}")
+    label = f"$-f$: mean under the Gaussian, {result.expected_loss:.2f}"
+    axes.axhline(result.expected_loss, color=BLUE, ls="--", lw=1, label=label)
     label = f"$-f^{{**}}$: worst mean, {result.worst_expected_loss:.2f}"
     axes.axhline(result.worst_expected_loss, color=RED, ls="--", lw=1, label=label)
     height = three_minima()(result.atoms)
