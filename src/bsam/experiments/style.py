@@ -31,7 +31,7 @@ _CLASSES = ("#7c2d12", "#172554")
 SMALLEST = 8.5
 """Size of the smallest letters of a figure of the docs, in points."""
 
-_TEXT = {"font.size": 9.5, "axes.titlesize": 9.5, "legend.fontsize": SMALLEST, "legend.framealpha": 0.9}
+_TEXT: Any = {"font.size": 9.5, "axes.titlesize": 9.5, "legend.fontsize": SMALLEST, "legend.framealpha": 0.9}
 
 
 def new_figure(width: float, height: float) -> Figure:
