@@ -55,7 +55,7 @@ def main() -> None:
             for problem, own in rates.items()
         }
 
-    adamw = results("AdamW", dict.fromkeys(problems, list(ADAMW)))
+    adamw = results("AdamW", {problem: list(ADAMW) for problem in problems})
     best = {problem: min(own, key=lambda found: found["nll"]) for problem, own in adamw.items()}
     rules = {problem: [converted_rate(found["lr"], e) for e in EXPONENTS] for problem, found in best.items()}
     ours = results("BSAM", rules)
