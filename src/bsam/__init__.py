@@ -11,9 +11,11 @@ from bsam.prediction import (
     GaussianPredictions,
     Predictions,
     Predictor,
+    Sensitivities,
     calibrate,
     predict,
     predict_linearised,
+    sensitivity,
 )
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "Posterior",
     "Predictions",
     "Predictor",
+    "Sensitivities",
     "Suggestion",
     "TrainStep",
     "calibrate",
@@ -41,6 +44,7 @@ __all__ = [
     "predict",
     "predict_linearised",
     "recalibrate_batch_norm",
+    "sensitivity",
     "suggest",
 ]
 

@@ -28,7 +28,7 @@ from bsam.prediction.averages import ClassAverage, one_output, targets_like
 from bsam.prediction.predict import at_mean, check_integer, collect, result_of
 from bsam.prediction.results import GaussianPredictions, Predictions
 
-__all__ = ["predict_linearised"]
+__all__ = ["LinearisedOutputs", "check_linearisable", "predict_linearised"]
 
 _SAMPLES_AT_A_TIME = 100
 _RANGE = 12.0  # half the range of the integral over a logit, in standard deviations
@@ -106,8 +106,7 @@ def predict_linearised(
         >>> predict_linearised(model, posterior, torch.randn(5, 4))
         Predictions(5 examples, 3 classes, no labels, num_samples=1000, seed=0, computed_by='linearised')
     """
-    if not isinstance(posterior, DiagonalGaussian):
-        raise TypeError(f"posterior is a {type(posterior).__name__}: only a DiagonalGaussian can be linearised.")
+    check_linearisable(posterior)
     check_likelihood(likelihood, noise_std)
     check_integer("num_samples", num_samples, 1)
     check_integer("batch_size", batch_size, 1)
@@ -115,7 +114,7 @@ def predict_linearised(
     batches = batches_of(data, batch_size)
     net = OutputModel(model, forward)
     with at_mean(model, posterior) as device:
-        outputs = _Outputs(net, model, posterior.to(device), vectorise)
+        outputs = LinearisedOutputs(net, model, posterior.to(device), vectorise)
 
         def columns_of(inputs: Any, labels: Any) -> dict[str, Tensor | None]:
             f, covariance = outputs(inputs, likelihood)
@@ -132,8 +131,14 @@ def predict_linearised(
     return result_of(rows, noise_std, num_samples=drawn, seed=seed, computed_by="linearised")
 
 
-class _Outputs:
-    """Computes mean and covariance of the outputs of a batch."""
+def check_linearisable(posterior: object) -> None:
+    """Raise unless a model can be linearised with this posterior."""
+    if not isinstance(posterior, DiagonalGaussian):
+        raise TypeError(f"posterior is a {type(posterior).__name__}: only a DiagonalGaussian can be linearised.")
+
+
+class LinearisedOutputs:
+    """Computes mean and covariance J Sigma J^T of the outputs of a batch, at the posterior's mean (`at_mean`)."""
 
     def __init__(self, net: OutputModel, model: nn.Module, posterior: DiagonalGaussian, vectorise: bool | None) -> None:
         parameters = named_parameters(model)

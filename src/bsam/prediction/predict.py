@@ -243,7 +243,7 @@ def collect(
     Args:
         batches: The batches.
         device: Where the inputs are moved to.
-        columns_of: Returns tensors with one row per example.
+        columns_of: Returns tensors with one row per example, first those that have the classes or outputs.
         dtype: The type of inputs that are arrays of real numbers.
         ignore_index: What labels are padded with.
     """
@@ -267,7 +267,7 @@ def collect(
 
 def _check_same_outputs(columns: list[dict[str, Tensor | None]]) -> None:
     """Raise unless all batches have the same number of classes or outputs; classes may have more or fewer positions."""
-    name = "log_probs" if "log_probs" in columns[0] else "mean"
+    name = next(iter(columns[0]))  # the first column has the outputs
     shapes = [tuple(part.shape) for batch in columns if (part := batch[name]) is not None]
     fixed = {(len(shape), shape[-1]) if name == "log_probs" else shape[1:] for shape in shapes}
     if len(fixed) > 1:
