@@ -6,12 +6,12 @@
 
 LeNet-5 learns FashionMNIST with bSAM, its default settings, and a learning rate that falls to 0 as a cosine.
 
-- pruning: all training images. A share of the weights is kept, chosen by signal-to-noise ratio or by magnitude; accuracy
-  and NLL on the test images, at the mean and averaged over samples of what is left.
-- sensitivity: some of the training images, 5% of their labels replaced by a random other class. The examples are ordered
-  by each score, and the share of wrong labels among the first 5% is the score's precision. `bsam.sensitivity` gives the
-  change of the loss, of the outputs and of the probabilities; the loss, and the margin (probability of the best other
-  class minus that of the label), at the mean of the same posterior, are what everybody has without a posterior.
+- pruning: all training images. A share of the weights is kept, chosen by signal-to-noise ratio or by magnitude. The
+  record has accuracy and NLL on the test images, at the mean and averaged over samples of what is left.
+- sensitivity: some of the training images, with 5% of their labels replaced by a random other class. The examples are
+  ordered by each score, and the share of wrong labels among the first 5% is the score's precision. `bsam.sensitivity`
+  gives the change of the loss, of the outputs and of the probabilities. The loss, and the margin (probability of the
+  best other class minus that of the label), at the mean of the same posterior, need no variances.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ prior p(theta) = prod_j N(theta_j | 0, 1 / delta_j), where delta_j is `prior_pre
 The sums are over the elements with sigma_j > 0, in float64. The other elements are fixed: in the limit sigma_j -> 0
 each would add an infinite constant.
 
-Weights can be pruned by their signal-to-noise ratio |mu_j| / sigma_j (Graves, 2011, "Practical Variational Inference for
-Neural Networks", NeurIPS; Blundell et al., 2015, "Weight Uncertainty in Neural Networks", ICML).
+Weights can be pruned by their signal-to-noise ratio |mu_j| / sigma_j (Graves, 2011, "Practical Variational Inference
+for Neural Networks", NeurIPS; Blundell et al., 2015, "Weight Uncertainty in Neural Networks", ICML).
 """
 
 from __future__ import annotations

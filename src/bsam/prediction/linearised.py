@@ -148,6 +148,7 @@ class LinearisedOutputs:
         self._per_example = PerExample(net, vectorise)
 
     def __call__(self, inputs: Any, likelihood: str) -> tuple[Tensor, Tensor]:
+        """Return the outputs (n, C) and their covariances (n, C, C)."""
         outputs: Tensor = self._net(inputs)
         check_outputs(likelihood, tuple(outputs.shape))
         f = outputs.reshape(len(outputs), -1).to(torch.promote_types(outputs.dtype, torch.float32))

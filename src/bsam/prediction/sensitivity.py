@@ -4,9 +4,9 @@ Nickl, Xu, Tailor, Möllenhoff and Khan (2023), "The Memory-Perturbation Equatio
 Data", NeurIPS. The posterior N(mu, Sigma) was fitted to all examples. For example i with outputs f_i at the mean, their
 Jacobian J_i in the weights, and
 
-    r_i      =  derivative of -log p(y_i | f_i) in f_i       the residual: p_i - onehot(y_i), or (f_i - y_i) / noise_std^2
-    V_i      =  J_i Sigma J_i^T                              the posterior predictive variance of the outputs
-    Lambda_i =  Hessian of -log p(y_i | f_i) in f_i
+    r_i       =  derivative of -log p(y_i | f_i) in f_i    the residual: p_i - onehot(y_i), (f_i - y_i) / noise_std^2
+    V_i       =  J_i Sigma J_i^T                           the posterior predictive variance of the outputs
+    Lambda_i  =  Hessian of -log p(y_i | f_i) in f_i
 
 the outputs for this example would change, if the model had been trained without it, by about
 
@@ -17,9 +17,9 @@ to first order in the perturbation of the data. It follows for this example that
     the prediction changes by       (d prediction / d f) V_i r_i     the probabilities, or for regression the output
     its loss -log p(y_i) rises by   r_i^T V_i r_i
 
-An example that the model finds easy has a small residual, and one that many others support has a small variance: neither
-matters. For linear regression, leaving example i out changes its output by exactly V_i r_i / (1 - h_i), where the
-leverage is h_i = trace(Lambda_i V_i), if Sigma is the exact posterior covariance. So the estimate is good where the
+An example that the model finds easy has a small residual, and one that many others support has a small variance:
+neither matters. For linear regression, leaving example i out changes its output by exactly V_i r_i / (1 - h_i), where
+the leverage is h_i = trace(Lambda_i V_i), if Sigma is the exact posterior covariance. So the estimate is good where the
 leverage is far below 1.
 """
 
@@ -50,7 +50,7 @@ class Sensitivities:
     """
 
     residual: Tensor
-    """The derivative of -log p(y given f) in the outputs, (n, C): probabilities minus the label, or (f - y) / noise^2."""
+    """The derivative of -log p(y given f) in the outputs f, (n, C): for classes the probabilities minus the label."""
     output_change: Tensor
     """How much the outputs would change, (n, C): posterior predictive variance times residual."""
     prediction_change: Tensor
