@@ -4,6 +4,7 @@ from bsam import kernels as _kernels  # noqa: F401  # its operators register wit
 from bsam import metrics
 from bsam.batch_norm import recalibrate_batch_norm
 from bsam.engine import TrainStep
+from bsam.likelihood import LearnedNoise
 from bsam.optim import ASAM, BSAM, IVON, SAM, SWAG, VOGN, Suggestion, suggest
 from bsam.posterior import DiagonalGaussian, LowRankGaussian, Mixture, PointMass, Posterior, laplace, load_posterior
 from bsam.prediction import (
@@ -28,6 +29,7 @@ __all__ = [
     "Calibration",
     "DiagonalGaussian",
     "GaussianPredictions",
+    "LearnedNoise",
     "LowRankGaussian",
     "Mixture",
     "PointMass",

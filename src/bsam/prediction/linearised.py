@@ -25,7 +25,7 @@ from bsam.likelihood import check_likelihood, check_outputs
 from bsam.modules import Forward, OutputModel, differentiable, floating_type, named_parameters
 from bsam.posterior import DiagonalGaussian
 from bsam.prediction.averages import ClassAverage, one_output, targets_like
-from bsam.prediction.predict import at_mean, check_integer, collect, result_of
+from bsam.prediction.predict import at_mean, check_integer, collect, noise_of, result_of
 from bsam.prediction.results import GaussianPredictions, Predictions
 
 __all__ = ["LinearisedOutputs", "check_linearisable", "predict_linearised"]
@@ -57,7 +57,7 @@ def predict_linearised(
     data: Any,
     *,
     likelihood: Literal["gaussian"],
-    noise_std: float,
+    noise_std: float | None = ...,
     num_samples: int = ...,
     seed: int = ...,
     batch_size: int = ...,
@@ -89,7 +89,7 @@ def predict_linearised(
         posterior: The distribution of its weights.
         data: As for `bsam.predict`.
         likelihood: As for `bsam.predict`, with one label per example.
-        noise_std: Standard deviation of the targets around the true output, for `"gaussian"`.
+        noise_std: As for `bsam.predict`.
         num_samples: Number of samples of the outputs, for `"categorical"`.
         seed: Seed of these samples.
         batch_size: Largest batch when `data` is tensors, which are cut evenly.
@@ -107,6 +107,7 @@ def predict_linearised(
         Predictions(5 examples, 3 classes, no labels, num_samples=1000, seed=0, computed_by='linearised')
     """
     check_linearisable(posterior)
+    noise_std = noise_of(model, posterior, likelihood, noise_std)
     check_likelihood(likelihood, noise_std)
     check_integer("num_samples", num_samples, 1)
     check_integer("batch_size", batch_size, 1)

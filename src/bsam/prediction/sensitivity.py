@@ -37,7 +37,7 @@ from bsam.modules import Forward, OutputModel, floating_type
 from bsam.posterior import DiagonalGaussian
 from bsam.prediction.averages import one_output
 from bsam.prediction.linearised import LinearisedOutputs, check_linearisable
-from bsam.prediction.predict import at_mean, check_integer, collect
+from bsam.prediction.predict import at_mean, check_integer, collect, noise_of
 
 __all__ = ["Sensitivities", "sensitivity"]
 
@@ -96,7 +96,7 @@ def sensitivity(
         posterior: The distribution of its weights after training on `data`, such as `optimizer.posterior(model)`.
         data: Training examples with labels, as for `bsam.predict`; all of them, or those of interest.
         likelihood: As for `bsam.predict`, with one label per example.
-        noise_std: Standard deviation of the targets around the true output, for `"gaussian"`.
+        noise_std: As for `bsam.predict`.
         batch_size: Largest batch when `data` is tensors, which are cut evenly.
         forward: `forward(model, inputs)` runs the model, if `model(inputs)` is not the right call.
         vectorise: True: vmap over the examples, or an error. False: a loop, with the same numbers. None: the faster of
@@ -112,6 +112,7 @@ def sensitivity(
     check_linearisable(posterior)
     if not posterior.sampled_names:
         raise ValueError("no weight of the posterior is sampled: without variances, every sensitivity would be 0.")
+    noise_std = noise_of(model, posterior, likelihood, noise_std)
     check_likelihood(likelihood, noise_std)
     check_integer("batch_size", batch_size, 1)
     batches = batches_of(data, batch_size)
