@@ -405,7 +405,7 @@ def test_learned_noise_is_that_of_the_posterior():
         found = predict(model, q[0], (x, y), likelihood="gaussian")
         assert found.noise_std == pytest.approx(0.3)
     known = predict(models[0], q[0], (x, y), likelihood="gaussian", noise_std=0.3)
-    assert_close(known.log_density, found.log_density)
+    torch.testing.assert_close(known.log_density, found.log_density)
     linear = bsam.predict_linearised(models[0], q[1], (x, y), likelihood="gaussian")
     assert linear.noise_std == bsam.Predictor(models[0], q[1], likelihood="gaussian").noise_std == pytest.approx(0.5)
     mixture = predict(models[0], bsam.Mixture(q, [3.0, 1.0]), (x, y), likelihood="gaussian")
