@@ -10,7 +10,8 @@ LeNet-5 learns FashionMNIST with bSAM, its default settings, and a learning rate
   record has accuracy and NLL on the test images, at the mean and averaged over samples of what is left.
 - sensitivity: some of the training images, with 5% of their labels replaced by a random other class. The examples are
   ordered by each score, and the share of wrong labels among the first 5% is the score's precision. `bsam.sensitivity`
-  gives the change of the loss, of the outputs and of the probabilities. The loss, and the margin (probability of the
+  gives the change of the loss, of the outputs and of the probabilities, and with the loss itself an estimate of the
+  loss of a model that has not seen the example. The loss, and the margin (probability of the
   best other class minus that of the label), at the mean of the same posterior, need no variances.
 """
 
@@ -29,7 +30,7 @@ import bsam
 from bsam.experiments.data import load
 from bsam.experiments.models import make_model
 from bsam.experiments.record import environment, read_json, write_json
-from bsam.experiments.style import BLUE, GRAY, GREEN, ORANGE, PURPLE, RED, new_figure, save
+from bsam.experiments.style import BLACK, BLUE, GRAY, GREEN, ORANGE, PURPLE, RED, new_figure, save
 
 SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03)
 NUM_SAMPLES = 8
@@ -110,6 +111,7 @@ def scores(model: nn.Module, posterior: bsam.DiagonalGaussian, x: Tensor, y: Ten
         "prediction_change": found.prediction_change.norm(dim=1),
         "leverage": found.leverage,
         "loss": -own,
+        "loss_without": -own + found.loss_change,  # the loss of a model that has not seen the example
         "margin": best_other.exp() - own.exp(),
     }
 
@@ -132,7 +134,7 @@ def find_flips(arguments: argparse.Namespace) -> dict[str, Any]:
     epochs: list[dict[str, Any]] = []
 
     def visit(epoch: int, model: nn.Module, optimizer: bsam.BSAM) -> None:
-        if epoch not in (arguments.epochs // 4, arguments.epochs):
+        if epoch not in (arguments.epochs // 6, arguments.epochs):
             return
         posterior = optimizer.posterior(model)
         rated = bsam.metrics.summary(bsam.predict(model, posterior, test, num_samples=0), num_bootstrap=0)
@@ -177,6 +179,7 @@ def draw(results: Path, folder: Path) -> None:
     record = read_json(results / "sensitivity.json")
     colours = {
         "loss_change": (BLUE, "change of the loss"),
+        "loss_without": (BLACK, "loss without the example"),
         "output_change": (GREEN, "change of the outputs"),
         "prediction_change": (PURPLE, "change of the probabilities"),
         "loss": (RED, "loss"),
@@ -201,14 +204,14 @@ def main() -> None:
     parser.add_argument("what", choices=["pruning", "sensitivity", "draw"])
     parser.add_argument("--data", type=Path, default=Path("data"), help="Folder with FashionMNIST.")
     parser.add_argument("--out", type=Path, help="The record.")
-    parser.add_argument("--epochs", type=int, help="10 for pruning and 20 for sensitivity by default.")
-    parser.add_argument("--num-train", type=int, default=20_000, help="Training images, for sensitivity.")
+    parser.add_argument("--epochs", type=int, help="6 for pruning and 30 for sensitivity by default.")
+    parser.add_argument("--num-train", type=int, default=10_000, help="Training images, for sensitivity.")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.what == "draw":
         draw(Path("results"), IMAGES)
         return
-    arguments.epochs = arguments.epochs or (10 if arguments.what == "pruning" else 20)
+    arguments.epochs = arguments.epochs or (6 if arguments.what == "pruning" else 30)
     begin, cpu = time.perf_counter(), time.process_time()
     record = prune(arguments) if arguments.what == "pruning" else find_flips(arguments)
     record["config"] |= {"epochs": arguments.epochs, "batch_size": BATCH_SIZE, "seed": arguments.seed}
