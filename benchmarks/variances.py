@@ -4,11 +4,11 @@
     python benchmarks/variances.py sensitivity --data DATA --out results/sensitivity.json
     python benchmarks/variances.py draw                 # docs/images/variances from both records
 
-LeNet-5 learns FashionMNIST with bSAM, its default settings, and a learning rate that falls to 0 as a cosine.
+A network learns FashionMNIST with bSAM, its default settings, and a learning rate that falls to 0 as a cosine.
 
-- pruning: all training images. A share of the weights is kept, chosen by signal-to-noise ratio or by magnitude. The
+- pruning: the MLP 784-500-300-9, and all training images. A share of the weights is kept, chosen by signal-to-noise ratio or by magnitude. The
   record has accuracy and NLL on the test images, at the mean and averaged over samples of what is left.
-- sensitivity: some of the training images, with 5% of their labels replaced by a random other class. The examples are
+- sensitivity: LeNet-5, and some of the training images, with 5% of their labels replaced by a random other class. The examples are
   ordered by each score, and the share of wrong labels among the first 5% is the score's precision. `bsam.sensitivity`
   gives the change of the loss, of the outputs and of the probabilities, and with the loss itself an estimate of the
   loss of a model that has not seen the example. The loss, and the margin (probability of the
@@ -39,9 +39,9 @@ FLIPPED = 0.05
 IMAGES = Path("docs/images/variances")
 
 
-def train(x: Tensor, y: Tensor, epochs: int, seed: int, visit: Any = None) -> tuple[nn.Module, bsam.BSAM]:
-    """Train LeNet-5 with bSAM; `visit(epoch, model, optimizer)` is called after each epoch."""
-    model = make_model("lenet5", num_classes=10, image_shape=(1, 28, 28), seed=seed)
+def train(name: str, x: Tensor, y: Tensor, epochs: int, seed: int, visit: Any = None) -> tuple[nn.Module, bsam.BSAM]:
+    """Train a network with bSAM; `visit(epoch, model, optimizer)` is called after each epoch."""
+    model = make_model(name, num_classes=10, image_shape=(1, 28, 28), seed=seed)
     optimizer = bsam.BSAM(model.parameters(), num_data=len(x), module=model, seed=seed)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * -(-len(x) // BATCH_SIZE))
     generator = torch.Generator().manual_seed(seed)
@@ -66,7 +66,7 @@ def images(folder: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 def prune(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, prune by both orders, and measure."""
     (x, y), test = images(arguments.data)
-    model, optimizer = train(x, y, arguments.epochs, arguments.seed)
+    model, optimizer = train("mlp", x, y, arguments.epochs, arguments.seed)
     posterior = optimizer.posterior(model)
     rows = []
     for by in ("signal_to_noise", "magnitude"):
@@ -83,7 +83,7 @@ def prune(arguments: argparse.Namespace) -> dict[str, Any]:
     levels = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
     return {
         "what": "weights of a bSAM posterior pruned by signal-to-noise ratio and by magnitude; benchmarks/variances.py",
-        "config": {"data": "fashionmnist", "model": "lenet5", "num_train": len(x), "num_samples": NUM_SAMPLES},
+        "config": {"data": "fashionmnist", "model": "mlp", "num_train": len(x), "num_samples": NUM_SAMPLES},
         "num_weights": posterior.num_parameters,
         "signal_to_noise": dict(zip(map(str, levels.tolist()), ratios.quantile(levels).tolist(), strict=True)),
         "rows": rows,
@@ -144,7 +144,7 @@ def find_flips(arguments: argparse.Namespace) -> dict[str, Any]:
         print(row, flush=True)
         epochs.append(row)
 
-    train(x, y, arguments.epochs, arguments.seed, visit)
+    train("lenet5", x, y, arguments.epochs, arguments.seed, visit)
     return {
         "what": "which scores find the 5% of training labels that are wrong; benchmarks/variances.py explains them",
         "config": {"data": "fashionmnist", "model": "lenet5", "num_train": len(x), "flipped": int(flipped.sum())},
