@@ -6,13 +6,14 @@
 
 A network learns FashionMNIST with bSAM, its default settings, and a learning rate that falls to 0 as a cosine.
 
-- pruning: the MLP 784-500-300-9, and all training images. A share of the weights is kept, chosen by signal-to-noise ratio or by magnitude. The
-  record has accuracy and NLL on the test images, at the mean and averaged over samples of what is left.
-- sensitivity: LeNet-5, and some of the training images, with 5% of their labels replaced by a random other class. The examples are
-  ordered by each score, and the share of wrong labels among the first 5% is the score's precision. `bsam.sensitivity`
-  gives the change of the loss, of the outputs and of the probabilities, and with the loss itself an estimate of the
-  loss of a model that has not seen the example. The loss, and the margin (probability of the
-  best other class minus that of the label), at the mean of the same posterior, need no variances.
+- pruning: the MLP 784-500-300-9, and all training images. A share of the weights is kept, chosen by signal-to-noise
+  ratio or by magnitude. The record has accuracy and NLL on the test images, at the mean and averaged over samples of
+  what is left.
+- sensitivity: LeNet-5, and some of the training images, with 5% of their labels replaced by a random other class. The
+  examples are ordered by each score, and the share of wrong labels among the first 5% is the score's precision.
+  `bsam.sensitivity` gives the change of the loss, of the outputs and of the probabilities, and with the loss itself an
+  estimate of the loss of a model that has not seen the example. The loss, and the margin (probability of the best other
+  class minus that of the label), at the mean of the same posterior, need no variances.
 """
 
 from __future__ import annotations
