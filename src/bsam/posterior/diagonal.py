@@ -217,7 +217,7 @@ class DiagonalGaussian(Posterior):
         stays[order[: round(keep * len(scores))]] = True
         mean, std = dict(self.mean), dict(self.std)
         sizes = [len(mu) for mu, _ in found]
-        for name, kept in zip(self.sampled_names, stays.split(sizes), strict=True):
+        for name, kept in zip(self.sampled_names, torch.split(stays, sizes), strict=True):
             drops = torch.zeros_like(std[name], dtype=torch.bool)
             drops[std[name] > 0] = ~kept.to(drops.device)
             mean[name], std[name] = mean[name].masked_fill(drops, 0), std[name].masked_fill(drops, 0)

@@ -169,7 +169,7 @@ def take_step(optimizer: Any, stack: RunStack, x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
         loss = stack.loss(x, y)
         if not bool(loss.isfinite()):
-            raise FloatingPointError(f"the loss of the stack is {float(loss)}.")
+            raise FloatingPointError(f"the loss of the stack is {float(loss.detach())}.")
         torch.autograd.backward(loss)
         optimizer.step()
     else:

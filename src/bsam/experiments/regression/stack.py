@@ -64,7 +64,8 @@ class RunStack(nn.Module):
         each = x.transpose(0, 1)  # (runs, n, features)
         inner = torch.baddbmm(self._all("network_0_bias")[:, None], each, self._all("network_0_weight").mT).relu()
         outputs = torch.baddbmm(self._all("network_2_bias")[:, None], inner, self._all("network_2_weight").mT)
-        return outputs[:, :, 0].T
+        found: Tensor = outputs[:, :, 0].T
+        return found
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the sum over the runs of the mean negative log-likelihood of targets (n, runs)."""

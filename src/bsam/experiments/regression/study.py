@@ -158,7 +158,7 @@ def _train_stack(
     done = 0
     while done < steps:
         order = torch.rand(len(streams), num_data, generator=generator).argsort(dim=1)
-        for index in order[:, : num_data // size * size].split(size, dim=1)[: steps - done]:
+        for index in torch.split(order[:, : num_data // size * size], size, dim=1)[: steps - done]:
             inputs, targets = x[rows, index][stream_of], y[rows, index][stream_of]
             take_step(optimizer, stack, inputs.transpose(0, 1), targets.T)
             scheduler.step()
