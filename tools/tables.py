@@ -18,7 +18,7 @@ from pathlib import Path
 from bsam.experiments.comparison import TABLES, compare
 from bsam.experiments.record import read_json
 from bsam.files import write_text
-from tools import out_of_the_box, speeds, trainers
+from tools import out_of_the_box, speeds, trainers, uci, variances
 from tools.markdown import (
     block_markdown,
     comparison_markdown,
@@ -42,6 +42,13 @@ _OUT_OF_THE_BOX = {
     "out_of_the_box_few/problems": out_of_the_box.problems_markdown,
     "out_of_the_box_few_choosing": out_of_the_box.means_markdown,
 }
+_SINGLE = {
+    "trainers": (trainers.markdown, "benchmarks/trainers.py"),
+    "pruning": (variances.pruning_markdown, "benchmarks/variances.py pruning"),
+    "sensitivity": (variances.sensitivity_markdown, "benchmarks/variances.py sensitivity"),
+    **{name: (markdown, "bsam reproduce uci") for name, markdown in uci.TABLES.items()},
+}
+"""How a record becomes a table, and what makes the record; the record has the name before a slash."""
 _OF_ALL_TABLES = {"counts": counts_markdown, "margins": margins_markdown}
 _BEGIN = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)
 _END = "<!-- end -->"
@@ -56,9 +63,9 @@ def render(name: str, results: Path) -> str:
     """Write a table in Markdown.
 
     Args:
-        name: demo, speeds, trainers, table1 to table6, one block of a table like table1/cifar10, counts or margins of
-            all tables, sweep_rho, ablate_NAME, tuning_NAME, or out_of_the_box, also with _choosing, _few or
-            _few_choosing, and with /problems.
+        name: demo, speeds, trainers, pruning, sensitivity, uci or uci/METRIC, table1 to table6, one block of a table
+            like table1/cifar10, counts or margins of all tables, sweep_rho, ablate_NAME, tuning_NAME, or out_of_the_box,
+            also with _choosing, _few or _few_choosing, and with /problems.
         results: The folder of the records.
     """
     if name in TABLES:
@@ -75,9 +82,9 @@ def render(name: str, results: Path) -> str:
         return demo_markdown(read_json(results / "demo.json"))
     if name == "speeds":
         return speeds.markdown(results)
-    if name == "trainers":
-        path = results / "trainers.json"
-        return trainers.markdown(read_json(path)) if path.exists() else "Not recorded yet: `benchmarks/trainers.py`."
+    if name in _SINGLE:
+        path, (markdown, command) = results / f"{table}.json", _SINGLE[name]
+        return markdown(read_json(path)) if path.exists() else f"Not recorded yet: `{command}`."
     if name in _OUT_OF_THE_BOX:
         return _OUT_OF_THE_BOX[name](read_json(results / f"{table}.json"))
     if name in (*_STUDIES, *_TUNINGS):
@@ -86,7 +93,7 @@ def render(name: str, results: Path) -> str:
             return f"Not recorded yet: `bsam {name.replace('tuning', 'tune').replace('_', ' ')}`."
         markdown = tuning_markdown if name in _TUNINGS else study_markdown
         return markdown(read_json(path))
-    known = ", ".join(["demo", "speeds", *TABLES, *_OF_ALL_TABLES, *_OUT_OF_THE_BOX, *_STUDIES, *_TUNINGS])
+    known = ", ".join(["demo", "speeds", *_SINGLE, *TABLES, *_OF_ALL_TABLES, *_OUT_OF_THE_BOX, *_STUDIES, *_TUNINGS])
     raise ValueError(f"there is no table {name!r} to fill in: between its marks a page may have {known}.")
 
 

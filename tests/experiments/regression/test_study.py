@@ -85,6 +85,8 @@ def test_the_record_and_what_is_kept(tmp_path, monkeypatch):
     assert read_json(places[2])["summary"]["yacht"].keys() == METHODS.keys()
     assert len(lines) == len(METHODS)
     assert record["results"]["yacht"]["ensemble"]["choices"] == record["results"]["yacht"]["adam"]["choices"]
+    assert study.missing_uci(Extent(steps=6, sets=("yacht",)), *places[:2]) == [("yacht", name) for name in METHODS]
+    assert study.missing_uci(extent, *places[:2]) == []
     monkeypatch.setattr(study, "run_method", None)  # nothing is run again
     assert carry_out_uci(extent, *places, say=lines.append)["summary"] == record["summary"]
     with pytest.raises(ValueError, match="no method 'sgld'"):

@@ -31,7 +31,7 @@ from bsam.experiments.record import environment, read_json, write_json
 from bsam.experiments.regression.methods import METHODS, Method, Settings, Trained, take_step, trained_runs
 from bsam.experiments.regression.stack import RunStack
 
-__all__ = ["ANCHORS", "METRICS", "Extent", "carry_out_uci", "run_method"]
+__all__ = ["ANCHORS", "METRICS", "Extent", "carry_out_uci", "missing_uci", "run_method"]
 
 METRICS = ("log_likelihood", "rmse", "crps", "quantile_error")
 
@@ -288,9 +288,22 @@ def carry_out_uci(extent: Extent, data_folder: Path, runs: Path, out: Path, say:
     return record
 
 
+def missing_uci(extent: Extent, data_folder: Path, runs: Path) -> list[tuple[str, str]]:
+    """Return the sets and methods that are not kept from earlier."""
+    found = []
+    for name in extent.sets:
+        data, steps = extent.of_set(read_uci(name, data_folder))
+        found += [(name, method) for method in extent.methods if not _place(method, data, steps, runs).exists()]
+    return found
+
+
+def _place(name: str, data: RegressionSet, steps: int, runs: Path) -> Path:
+    return runs / f"{data.name}-{name}-{len(data.splits)}-{steps}.json"
+
+
 def _kept(name: str, data: RegressionSet, steps: int, runs: Path) -> dict[str, Any]:
     """Return what a method did on a set, from an earlier run if there is one."""
-    path = runs / f"{data.name}-{name}-{len(data.splits)}-{steps}.json"
+    path = _place(name, data, steps, runs)
     if not path.exists():
         source = METHODS[name].chosen_by
         choices = None if source is None else _kept(source, data, steps, runs)["choices"]
