@@ -64,8 +64,8 @@ def render(name: str, results: Path) -> str:
 
     Args:
         name: demo, speeds, trainers, pruning, sensitivity, uci or uci/METRIC, table1 to table6, one block of a table
-            like table1/cifar10, counts or margins of all tables, sweep_rho, ablate_NAME, tuning_NAME, or out_of_the_box,
-            also with _choosing, _few or _few_choosing, and with /problems.
+            like table1/cifar10, counts or margins of all tables, sweep_rho, ablate_NAME, tuning_NAME, or
+            out_of_the_box, also with _choosing, _few or _few_choosing, and with /problems.
         results: The folder of the records.
     """
     if name in TABLES:
