@@ -4,6 +4,7 @@ from bsam import kernels as _kernels  # noqa: F401  # its operators register wit
 from bsam import metrics
 from bsam.batch_norm import recalibrate_batch_norm
 from bsam.engine import TrainStep
+from bsam.likelihood import LearnedNoise
 from bsam.optim import ASAM, BSAM, IVON, SAM, SWAG, VOGN, Suggestion, suggest
 from bsam.posterior import DiagonalGaussian, LowRankGaussian, Mixture, PointMass, Posterior, laplace, load_posterior
 from bsam.prediction import (
@@ -11,9 +12,11 @@ from bsam.prediction import (
     GaussianPredictions,
     Predictions,
     Predictor,
+    Sensitivities,
     calibrate,
     predict,
     predict_linearised,
+    sensitivity,
 )
 
 __all__ = [
@@ -26,12 +29,14 @@ __all__ = [
     "Calibration",
     "DiagonalGaussian",
     "GaussianPredictions",
+    "LearnedNoise",
     "LowRankGaussian",
     "Mixture",
     "PointMass",
     "Posterior",
     "Predictions",
     "Predictor",
+    "Sensitivities",
     "Suggestion",
     "TrainStep",
     "calibrate",
@@ -41,6 +46,7 @@ __all__ = [
     "predict",
     "predict_linearised",
     "recalibrate_batch_norm",
+    "sensitivity",
     "suggest",
 ]
 

@@ -12,8 +12,11 @@ from rich.console import Console
 from bsam.experiments.commands import app
 from bsam.experiments.comparison import SEEDS, TABLES, compare, find_table
 from bsam.experiments.config import toml_value
+from bsam.experiments.data.download import data_folder
 from bsam.experiments.options import Extent, Work, taking
 from bsam.experiments.record import write_json
+from bsam.experiments.regression.study import Extent as UciExtent
+from bsam.experiments.regression.study import carry_out_uci, missing_uci
 from bsam.experiments.reproduce.carry_out import carry_out
 from bsam.experiments.reproduce.plan import Places, Wanted, find_places, make_plan, wanted_by_table
 from bsam.experiments.reproduce.show import BEST_NOTE, block_table, counts_sentence, study_tables, tuning_table
@@ -27,8 +30,8 @@ __all__ = ["ablate", "reproduce", "sweep", "tune"]
 @app.command()
 @taking(Extent)
 def reproduce(
-    tables: Annotated[list[str], typer.Argument(metavar="TABLE...", help="table1 to table6, or all.")],
-    block: Annotated[str | None, typer.Option(help="One block of the table, like cifar10.")] = None,
+    tables: Annotated[list[str], typer.Argument(metavar="TABLE...", help="table1 to table6, or all; or uci.")],
+    block: Annotated[str | None, typer.Option(help="One block of the table, like cifar10; of uci one set.")] = None,
     methods: Annotated[str | None, typer.Option(help="Some methods, with commas between, like sgd,bsam.")] = None,
     *,
     options: Extent,
@@ -45,7 +48,14 @@ def reproduce(
     [bold]bsam reproduce table1 --block cifar10 --dry-run[/bold]
 
     [bold]bsam reproduce table1 --block cifar10 --methods sgd,bsam --data data[/bold]
+
+    Regression on UCI's sets, which is not in the paper, on the CPU. --seeds is the number of splits:
+
+    [bold]bsam reproduce uci --data data[/bold]
     """
+    if "uci" in tables:
+        _reproduce_uci(tables, block, methods, options)
+        return
     names = list(TABLES) if tables == ["all"] else [find_table(table) for table in tables]
     if len(names) != 1 and (block is not None or methods is not None):
         raise ValueError("--block and --methods choose within one table: name one, like table1.")
@@ -64,6 +74,32 @@ def reproduce(
     console.print(f"{BEST_NOTE}\nRecords: {places.records}", highlight=False)
     if failed:
         raise typer.Exit(1)
+
+
+def _reproduce_uci(tables: list[str], block: str | None, methods: str | None, options: Extent) -> None:
+    """Run the regression study; its record has all sets and methods, so a part of it goes to another file."""
+    if tables != ["uci"]:
+        raise ValueError("uci is a study of its own: write bsam reproduce uci, without other tables.")
+    if options.scale == "reduced":
+        raise ValueError("uci has no reduced scale: write --scale tiny, or --seeds for the number of splits.")
+    tiny = options.scale == "tiny"
+    whole = UciExtent()
+    extent = UciExtent(
+        num_splits=options.seeds or (2 if tiny else None),
+        steps=50 if tiny else None,
+        sets=whole.sets if block is None else (block,),
+        methods=whole.methods if methods is None else tuple(method.strip() for method in methods.split(",")),
+    )
+    full = (extent.sets, extent.methods) == (whole.sets, whole.methods) and not tiny
+    folder = options.runs or Path("runs")
+    runs = folder / "uci"
+    if options.dry_run:
+        missing = missing_uci(extent, data_folder(options.data), runs)
+        typer.echo(f"{len(missing)} of {len(extent.sets) * len(extent.methods)} sets and methods are to be run.")
+        return
+    out = (options.records or Path("results")) / "uci.json" if full else runs / "part.json"
+    carry_out_uci(extent, data_folder(options.data), runs, out, say=typer.echo)
+    typer.echo(f"Record: {out}")
 
 
 @app.command()
