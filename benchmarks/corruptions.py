@@ -33,7 +33,7 @@ class Recording(Draw):
     def __init__(self, *address: int | str, device: torch.device) -> None:
         super().__init__(*address, device=device)
         self.drawn: list[Any] = []
-        for name in ("normal", "uniform", "integers", "poisson"):
+        for name in ("normal", "uniform", "integers"):
             setattr(self, name, self._keeping(getattr(super(), name)))
 
     def _keeping(self, function: Any) -> Any:
@@ -79,6 +79,7 @@ def expected(kind: str, x: np.ndarray, c: tuple[Any, ...], drawn: Any) -> np.nda
     import skimage
     from PIL import Image
     from scipy.ndimage import map_coordinates
+    from scipy.stats import poisson
     from skimage.filters import gaussian
 
     def colours_last() -> np.ndarray:
@@ -88,7 +89,7 @@ def expected(kind: str, x: np.ndarray, c: tuple[Any, ...], drawn: Any) -> np.nda
     if kind == "gaussian_noise":
         unit = unit + c[0] * colours_last()
     elif kind == "shot_noise":
-        unit = colours_last() / c[0]
+        unit = poisson.ppf(colours_last(), unit * c[0]) / c[0]
     elif kind == "impulse_noise":  # skimage.util.random_noise draws the same two arrays
         hit, white = colours_last() <= c[0], colours_last() <= 0.5
         unit[hit] = white[hit]
@@ -170,9 +171,7 @@ def main() -> None:
             difference = np.abs(found - np.stack(wanted))
             change = float(np.abs(found - plain).mean())
             rows.append({"mean": float(difference.mean()), "largest": int(difference.max()), "change": change})
-            print(
-                f"{kind:18} {strength}  mean {rows[-1]['mean']:.4f}  largest {rows[-1]['largest']:3}  change {change:.2f}"
-            )
+            print(kind, strength, rows[-1])
         record["kinds"][kind] = rows
     record["packages"] = {name: importlib.metadata.version(name) for name in PACKAGES}
     record["environment"] = environment()

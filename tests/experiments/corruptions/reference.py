@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 from PIL import Image
-from scipy import ndimage
+from scipy import ndimage, stats
 
 from bsam.experiments.corruptions.draw import Draw
 
@@ -29,9 +29,6 @@ class Recording(Draw):
 
     def integers(self, low, high, *shape):
         return self._kept(super().integers(low, high, *shape))
-
-    def poisson(self, rates):
-        return self._kept(super().poisson(rates))
 
     def _kept(self, values):
         self.drawn.append(values.double().numpy())
@@ -70,7 +67,7 @@ def gaussian_noise(x, c, drawn):
 
 
 def shot_noise(x, c, drawn):
-    return next(drawn).transpose(1, 2, 0) / c
+    return stats.poisson.ppf(next(drawn).transpose(1, 2, 0), x / 255 * c) / c
 
 
 def impulse_noise(x, c, drawn):

@@ -117,11 +117,12 @@ def _quantised(plane: Tensor, table: tuple[int, ...], quality: int) -> Tensor:
     cosine = torch.cos((2 * place + 1) * k * math.pi / 16) / 2
     cosine[0] /= math.sqrt(2)
     cosine = cosine.to(plane)
-    blocks = plane.unflatten(2, (-1, 8)).unflatten(1, (-1, 8)).transpose(2, 3) - 128  # (n, down, right, 8, 8)
+    n, height, width = plane.shape
+    blocks = plane.view(n, height // 8, 8, width // 8, 8).transpose(2, 3) - 128  # (n, down, right, 8, 8)
     ratio = (cosine @ blocks @ cosine.T) / steps
     kept = _nearest(ratio.abs()) * ratio.sign() * steps
     back = _nearest(cosine.T @ kept @ cosine + 128).clamp(0, 255)
-    return back.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    return back.transpose(2, 3).reshape(plane.shape)
 
 
 def _enlarged(plane: Tensor) -> Tensor:

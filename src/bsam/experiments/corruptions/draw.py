@@ -35,7 +35,3 @@ class Draw:
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         """Draw integers from `low` to `high` - 1."""
         return torch.randint(low, high, shape, generator=self._generator, device="cpu").to(self._device)
-
-    def poisson(self, rates: Tensor) -> Tensor:
-        """Draw one count per rate."""
-        return torch.poisson(rates.cpu(), generator=self._generator).to(self._device)

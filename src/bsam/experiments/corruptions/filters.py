@@ -99,11 +99,11 @@ def shifted(images: Tensor, down: Tensor, right: Tensor) -> Tensor:
     height, width = images.shape[-2:]
     rows = torch.arange(height, device=images.device)[:, None] + (down[:, None, None] if down.ndim == 1 else down)
     columns = torch.arange(width, device=images.device) + (right[:, None, None] if right.ndim == 1 else right)
-    rows, columns = torch.broadcast_tensors(rows, columns)
-    return _picked(images, inside(rows, height, "edge"), inside(columns, width, "edge"))
+    everywhere = torch.zeros(len(images), height, width, dtype=torch.int64, device=images.device)
+    return _picked(images, inside(rows + everywhere, height, "edge"), inside(columns + everywhere, width, "edge"))
 
 
 def _picked(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Return the pixels at (n, height, width) places; all channels of an image have the same places."""
     flat = (rows * images.shape[-1] + columns).flatten(1)[:, None].expand(-1, images.shape[1], -1)
-    return images.flatten(2).gather(2, flat).unflatten(2, rows.shape[1:])
+    return images.flatten(2).gather(2, flat).view(*images.shape[:2], *rows.shape[1:])

@@ -52,7 +52,8 @@ def frost(x: Tensor, draw: Draw, kept: float, ice: float) -> Tensor:
     texture = texture / texture.std(dim=(1, 2), correction=0, keepdim=True)
     shift = shifts * draw.normal(n)
     layer = (means + shift[:, None])[:, :, None, None] + stds[:, :, None, None] * texture[:, None]
-    return kept * x + ice * layer.clamp(0, 1)
+    frosted: Tensor = kept * x + ice * layer.clamp(0, 1)
+    return frosted
 
 
 def fog(x: Tensor, draw: Draw, amount: float, decay: float) -> Tensor:
