@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +13,9 @@ from rich.console import Console
 from bsam.experiments.commands import app
 from bsam.experiments.comparison import SEEDS, TABLES, compare, find_table
 from bsam.experiments.config import toml_value
+from bsam.experiments.data import load
 from bsam.experiments.data.download import data_folder
-from bsam.experiments.options import Extent, Work, taking
+from bsam.experiments.options import Extent, Suites, Work, split_names, taking
 from bsam.experiments.record import write_json
 from bsam.experiments.regression.study import Extent as UciExtent
 from bsam.experiments.regression.study import carry_out_uci, missing_uci
@@ -23,6 +25,7 @@ from bsam.experiments.reproduce.show import BEST_NOTE, block_table, counts_sente
 from bsam.experiments.reproduce.studies import ABLATIONS, Study, collect, refuse_to_replace, sweep_rho
 from bsam.experiments.reproduce.study_figure import draw_study
 from bsam.experiments.reproduce.tuning import TUNINGS, collect_tries, execute_tries, plan_tries, read_tuning
+from bsam.experiments.suites import check_suites
 
 __all__ = ["ablate", "reproduce", "sweep", "tune"]
 
@@ -33,6 +36,7 @@ def reproduce(
     tables: Annotated[list[str], typer.Argument(metavar="TABLE...", help="table1 to table6, or all; or uci.")],
     block: Annotated[str | None, typer.Option(help="One block of the table, like cifar10; of uci one set.")] = None,
     methods: Annotated[str | None, typer.Option(help="Some methods, with commas between, like sgd,bsam.")] = None,
+    suite: Suites = None,
     *,
     options: Extent,
 ) -> None:
@@ -52,6 +56,10 @@ def reproduce(
     Regression on UCI's sets, which is not in the paper, on the CPU. --seeds is the number of splits:
 
     [bold]bsam reproduce uci --data data[/bold]
+
+    Train more seeds, and see what their doubt is worth on unknown and corrupted images:
+
+    [bold]bsam reproduce table1 --block cifar10 --seeds 5 --first-seed 5 --suite shift[/bold]
     """
     if "uci" in tables:
         _reproduce_uci(tables, block, methods, options)
@@ -59,9 +67,9 @@ def reproduce(
     names = list(TABLES) if tables == ["all"] else [find_table(table) for table in tables]
     if len(names) != 1 and (block is not None or methods is not None):
         raise ValueError("--block and --methods choose within one table: name one, like table1.")
-    chosen = None if methods is None else [method.strip() for method in methods.split(",")]
+    chosen = None if methods is None else split_names(methods)
     wanted = [want for name in names for want in wanted_by_table(name, block, chosen)]
-    places, failed = _carry_out(wanted, options)
+    places, failed = _carry_out(wanted, options, split_names(suite))
     if options.dry_run:
         return
     console = Console()
@@ -165,11 +173,22 @@ def tune(
     console.print(f"Chosen: settings = {{ {settings} }}\nAll tries: {path}", highlight=False, markup=False)
 
 
-def _carry_out(wanted: list[Wanted], options: Extent) -> tuple[Places, bool]:
+def _carry_out(wanted: list[Wanted], options: Extent, suites: Sequence[str] = ()) -> tuple[Places, bool]:
     """Run what a table or a study needs; return the folders, and whether a run failed."""
     scale = options.scale
     places = find_places(scale, options.runs, options.records)
-    plan = make_plan(wanted, seeds=options.seeds or SEEDS[scale], scale=scale, places=places, dtype=options.precision)
+    plan = make_plan(
+        wanted,
+        seeds=options.seeds or SEEDS[scale],
+        first_seed=options.first_seed,
+        scale=scale,
+        places=places,
+        dtype=options.precision,
+        suites=suites,
+    )
+    if not options.dry_run:
+        for dataset, found in {task.config.dataset: task.suites for task in plan.tasks if task.suites}.items():
+            check_suites(found, load(dataset, options.data), options.data)
     return places, carry_out(plan, scale, places.records, options)
 
 
@@ -182,6 +201,7 @@ def _study(study: Study, options: Extent) -> None:
         return
     written = "" if scale == "full" else f" --scale {scale}"
     written += "" if options.seeds is None else f" --seeds {options.seeds}"
+    written += "" if options.first_seed == 0 else f" --first-seed {options.first_seed}"
     record = collect(study, scale, places.records, study.command + written)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, record)
