@@ -17,7 +17,7 @@ from bsam.experiments.runs import Run, RunBusyError, holds_run, is_finished
 from bsam.experiments.stacks import Stack, find_stack
 from bsam.files import locked
 
-__all__ = ["execute"]
+__all__ = ["execute", "publish"]
 
 
 def _raise(task: Task, error: FloatingPointError) -> None:
@@ -114,10 +114,10 @@ def _evaluate(task: Task, evaluate: Callable[..., Any]) -> None:
         if missing:
             evaluate(task.folder, samples=missing, part=task.part, temperature=temperature)
     origin = {"scale": task.scale, "changes": list(task.changes)} if task.changes else {"scale": task.scale}
-    _publish({**read_json(run_record), **origin}, task.record)
+    publish({**read_json(run_record), **origin}, task.record)
 
 
-def _publish(content: dict[str, Any], record: Path) -> None:
+def publish(content: dict[str, Any], record: Path) -> None:
     """Write a record. Evaluations of the same training that only the old record has are kept."""
 
     def training(of: dict[str, Any]) -> dict[str, Any]:
