@@ -4,10 +4,8 @@ import dataclasses
 import functools
 import os
 import re
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from pathlib import Path
 
@@ -19,19 +17,16 @@ from bsam.experiments.reproduce.plan import Places, make_plan, wanted_by_table
 from bsam.experiments.reproduce.storage import Storage, work_in_storage
 from bsam.experiments.runs import RunBusyError
 from tests.experiments.reproduce.records import results
+from tools.three_nodes import NODE, three_nodes
 
 ray = pytest.importorskip("ray")
-from ray.cluster_utils import Cluster  # noqa: E402
-
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.filterwarnings("ignore:after .* steps:UserWarning"),  # the runs are short
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),  # Ray's
     pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
 ]
-ROOT = Path(__file__).parents[3]
 TABLE = ["table6", "--block", "mnist", "--methods", "sgd,bsam", "--scale", "tiny", "--seeds", "2"]
-NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
 
 
 def make_tasks(folder):
@@ -54,22 +49,12 @@ def plain(tmp_path_factory):
 @pytest.fixture(scope="module")
 def nodes():
     """A head without cores, and two nodes with one core each."""
-    with pytest.MonkeyPatch.context() as patch, socket.socket() as free:
+    with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-        free.close()
-        temporary = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # the names of its sockets must be short
-        patch.setenv("RAY_TMPDIR", temporary)
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
-        head = {**NODE, "num_cpus": 0, "ray_client_server_port": port, "include_dashboard": False}
-        quick = {"worker_niceness": 0, "health_check_period_ms": 500, "health_check_timeout_ms": 2000}
-        cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": quick})
-        cluster.clients = f"ray://localhost:{port}"
-        for _ in range(2):
-            cluster.add_node(**NODE)
-        yield cluster
-        cluster.shutdown()
-        shutil.rmtree(temporary, ignore_errors=True)
+    with three_nodes(port) as found:
+        found.clients = f"ray://localhost:{port}"
+        yield found
 
 
 @pytest.fixture(scope="module")
