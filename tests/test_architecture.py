@@ -79,7 +79,9 @@ def test_private_names_of_torch_are_in_one_file():
 # ---------------------------------------------------------------- tests mirror the package, file for file
 
 MIRRORED_ELSEWHERE = {
+    "bsam/api.py": "test_init.py",
     "bsam/engine/sampling_triton.py": "engine/test_drawing.py",
+    "bsam/experiments/choices.py": "experiments/test_options.py",
     "bsam/experiments/data/embedded.py": "experiments/data/test_loading.py",
     "bsam/experiments/data/progress.py": "experiments/data/test_download.py",
     "bsam/experiments/data/table.py": "experiments/data/test_download.py",

@@ -11,8 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from bsam.experiments.config import DtypeName
-from bsam.experiments.recorded_runs import Scale
+from bsam.experiments.choices import DtypeName, Scale
 
 __all__ = ["Data", "Device", "Extent", "SaveMinutes", "Work", "taking"]
 
