@@ -90,6 +90,7 @@ MIRRORED_ELSEWHERE = {
     "bsam/experiments/models/layers.py": "experiments/models/test_init.py",
     "bsam/experiments/models/lenet5.py": "experiments/models/test_init.py",
     "bsam/experiments/report/diagrams.py": "experiments/report/test_paper_page.py",
+    "bsam/experiments/report/gallery.py": "experiments/report/test_paper_page.py",
     "bsam/experiments/report/page.py": "experiments/report/test_demo_page.py",
     "bsam/experiments/reproduce/show.py": "experiments/reproduce/test_batch_commands.py",
     "bsam/experiments/style.py": "experiments/figures/test_init.py",

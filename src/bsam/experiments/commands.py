@@ -307,6 +307,7 @@ def demo(
     import torch
 
     from bsam.experiments import demo as experiment
+    from bsam.experiments.data import load
     from bsam.experiments.methods import METHODS
     from bsam.experiments.record import write_json
     from bsam.experiments.report.demo_page import write_demo_page
@@ -331,7 +332,8 @@ def demo(
 
     console.print(_demo_table(record))
     write_json(out / "results.json", record)
-    console.print(f"Look at it: {_link(write_demo_page(out, record, predictions, maps))}", highlight=False)
+    images, _ = load(settings.digits["bsam"].dataset).test
+    console.print(f"Look at it: {_link(write_demo_page(out, record, predictions, maps, images))}", highlight=False)
 
 
 def _demo_table(record: dict[str, Any]) -> Table:
@@ -452,7 +454,8 @@ def report(
     """
     from bsam.experiments.report.paper_page import write_paper_page  # needs the extra `theory`
 
-    page = write_paper_page(out, records, figures)
+    with Console(stderr=True).status("") as status:
+        page = write_paper_page(out, records, figures, lambda what: status.update(escape(what)))
     Console().print(f"Look at it: {_link(page)} ({page.stat().st_size / 1e6:.1f} MB)", highlight=False)
 
 
