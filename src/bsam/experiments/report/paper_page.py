@@ -177,7 +177,7 @@ def _line(row: Row) -> _Line:
 
 
 def _is_bsam(row: Row) -> bool:
-    return not row.ours and row.preset is not None and preset(row.preset).method == "bsam"
+    return row.label == METHODS["bsam"].title
 
 
 def _printed(cell: Cell) -> str:
