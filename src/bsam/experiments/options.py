@@ -11,9 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from bsam.experiments.config import DtypeName
-from bsam.experiments.recorded_runs import Scale
-from bsam.experiments.suites import ALL, SUITES
+from bsam.experiments.choices import ALL_SUITES, SUITE_NAMES, DtypeName, Scale
 
 __all__ = ["Data", "Device", "Extent", "SaveMinutes", "Suites", "Work", "split_names", "taking"]
 
@@ -26,7 +24,7 @@ Suites = Annotated[
     typer.Option(
         "--suite",
         metavar="NAME,...",
-        help=f"Also evaluate suites: {', '.join(SUITES)}, or {ALL} for all that fit.",
+        help=f"Also evaluate suites: {', '.join(SUITE_NAMES)}, or {ALL_SUITES} for all that fit.",
     ),
 ]
 SaveMinutes = Annotated[float, typer.Option(min=0, help="Minutes between two checkpoints of a run.")]

@@ -71,7 +71,8 @@ class RunStack(nn.Module):
         """Return the sum over the runs of the mean negative log-likelihood of targets (n, runs)."""
         log_noise = self._all("log_noise_std")
         z = (y - self(x)) * torch.exp(-log_noise)
-        return (0.5 * z.square() + log_noise + 0.5 * math.log(2 * math.pi)).mean(dim=0).sum()
+        losses: Tensor = (0.5 * z.square() + log_noise + 0.5 * math.log(2 * math.pi)).mean(dim=0)
+        return losses.sum()
 
     def parameter_groups(self, settings: Sequence[Mapping[str, Any]], noise: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the groups of an optimizer: the weights of each group with its settings, and the noises apart.
