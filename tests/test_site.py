@@ -1,0 +1,77 @@
+"""The built documentation in a browser: every page at four widths, light and dark, without a network."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.experiments.browser_checks import CONTRASTS, MISSING_GLYPHS, SCHEMES, opened
+
+ROOT = Path(__file__).parent.parent
+WIDTHS = (1400, 800, 600, 400)
+OWN_SCROLL = """() => [...document.querySelectorAll(".equation .scroll")].filter((box) => {
+  const math = box.querySelector("math").getBoundingClientRect();
+  return math.width > box.clientWidth + 1 && box.scrollWidth <= box.clientWidth;
+}).map((box) => box.textContent)"""
+"""Equations that are cut off: wider than their box, which does not scroll."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory, browser):
+    """The site, built as `make docs` does; only where there is a browser to look at it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    return folder
+
+
+def pages(site):
+    return sorted(path for path in site.rglob("*.html") if path.name != "404.html")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_page_fits_is_legible_and_needs_no_network(site, browser, scheme):
+    found = pages(site)
+    assert len(found) > 30
+    wrong = []
+    for path in found:
+        name = path.relative_to(site).as_posix()
+        with opened(browser, path, scheme=scheme) as window:
+            for width in WIDTHS:
+                window.set_viewport_size({"width": width, "height": 900})
+                needs = window.evaluate("document.documentElement.scrollWidth")
+                wrong += [f"{name}: {needs} pixels wide in a window of {width}"] if needs > width else []
+                wrong += [f"{name}: cut off at {width}: {each}" for each in window.evaluate(OWN_SCROLL)]
+            wrong += [f"{name}: no glyph for {each}" for each in window.evaluate(MISSING_GLYPHS)]
+            for pair, ratio in window.evaluate(CONTRASTS).items():
+                wrong += [f"{name}: contrast {ratio:.2f} of {pair}"] if ratio < 4.5 else []
+    assert wrong == []
+
+
+def test_formulas_are_drawn_in_their_own_font(site, browser):
+    """Every letter, so that none is missing where no font for mathematics is installed."""
+    for name in ("theory.html", "algorithm.html"):
+        with opened(browser, site / name) as window:
+            window.evaluate("document.fonts.ready.then(() => true)")
+            client = window.context.new_cdp_session(window)
+            client.send("DOM.enable")
+            client.send("CSS.enable")
+            root = client.send("DOM.getDocument", {"depth": -1})["root"]["nodeId"]
+            nodes = client.send("DOM.querySelectorAll", {"nodeId": root, "selector": "math"})["nodeIds"]
+            assert len(nodes) > 30
+            fonts = set()
+            for node in nodes:
+                used = client.send("CSS.getPlatformFontsForNode", {"nodeId": node})["fonts"]
+                fonts |= {(font["familyName"], font["isCustomFont"]) for font in used}
+            assert fonts == {("STIX Two Math", True)}
+
+
+def test_the_search_finds_a_page_without_a_server(site, browser):
+    with opened(browser, site / "index.html") as window:
+        window.get_by_role("textbox", name="Search").fill("m-sharpness")
+        window.wait_for_selector(".md-search-result__link", timeout=20_000)
+        assert "theory.html" in " ".join(
+            link.get_attribute("href") for link in window.query_selector_all(".md-search-result__link")
+        )
