@@ -46,6 +46,7 @@ __all__ = [
     "reshard",
     "sum_everywhere",
     "sum_parts",
+    "true_anywhere",
     "true_on_all",
     "whole_norms",
     "whole_values",
@@ -181,6 +182,11 @@ def true_on_all(flag: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     count = (~flag).double()
     sum_everywhere([count], parameters)
     return count == 0
+
+
+def true_anywhere(flags: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[bool]:
+    """Return for each tensor whether its 0-dim boolean is true on any rank that holds a part of the tensor."""
+    return [bool(count) for count in sum_parts([flag.float() for flag in flags], tensors)]
 
 
 def position(parameters: Sequence[Tensor]) -> tuple[int, int] | None:
