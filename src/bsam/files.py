@@ -88,7 +88,8 @@ def save_file(
     safetensors' own function takes all tensors at once, and cannot write a checksum of what it is about to write.
     """
     entries, end = {}, 0
-    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):  # each at a multiple of its type
+    # Large types first, so that each tensor begins at a multiple of its type's size.
+    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
         tensor = tensors[name]
         start, end = end, end + tensor.numel() * tensor.element_size()
         entries[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}

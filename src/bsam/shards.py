@@ -42,6 +42,7 @@ __all__ = [
     "on_first_rank",
     "part_of",
     "position",
+    "refuse_sharded",
     "reset",
     "reshard",
     "sum_everywhere",
@@ -252,7 +253,7 @@ def is_sharded_model(module: nn.Module | None) -> bool:
 
 
 def reshard(module: nn.Module | None) -> None:
-    """Drop gathered weights, so that the next pass gathers the present ones, and `parameters()` are the sharded ones."""
+    """Drop gathered weights, so that the next pass gathers the present ones, and `parameters()` are sharded again."""
     for shard in _shards_of(module):
         shard.reshard()
 
@@ -262,6 +263,12 @@ def reset(module: nn.Module | None) -> None:
     for shard in _shards_of(module):
         reset_after_failure(shard)
     reshard(module)
+
+
+def refuse_sharded(what: str, model: nn.Module, instead: str) -> None:
+    """Raise if a model is sharded."""
+    if is_sharded_model(model):
+        raise ValueError(f"{what} needs the whole model in one process, and this model is sharded: {instead}.")
 
 
 def check_model(module: nn.Module | None, parameters: Sequence[Tensor], names: Callable[[int], str]) -> bool:
@@ -302,8 +309,8 @@ def check_model(module: nn.Module | None, parameters: Sequence[Tensor], names: C
         kinds = [type(placement).__name__ for placement in parameter.placements]
         if kinds not in (["Shard"], ["Replicate", "Shard"]):
             raise ValueError(
-                f"{names(i)} has the placements {parameter.placements}: it must be sharded by fully_shard alone, over a "
-                "mesh of one dimension, or of two whose first one has replicas. Tensor parallelism is not supported."
+                f"{names(i)} has the placements {parameter.placements}: tensor parallelism is not supported. Shard the "
+                "model by fully_shard alone, over a mesh of one dimension, or of two, the first one for replicas."
             )
         first = parameters[0]
         if is_sharded(first) and set(_ranks(parameter)) != set(_ranks(first)):

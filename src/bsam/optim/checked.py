@@ -206,15 +206,15 @@ class CheckedOptimizer(Optimizer):
 
     def _check_fresh(self, key: Any, state: dict[str, Any], parameter: Tensor) -> None:
         """Raise unless the loaded state of a parameter has the names and shapes of a fresh state."""
-        for name, like in self._fresh_state(parameter, self.param_groups[0]).items():
+        for name, fresh in self._fresh_state(parameter, self.param_groups[0]).items():
             if name not in state:
                 raise ValueError(f"the loaded state of parameter {key} has no {name!r}: is it of another optimizer?")
             value = state[name]
             if name == "step" and isinstance(value, int | float):
                 value = torch.tensor(value)  # older versions of torch saved a number
-            if not isinstance(value, Tensor) or value.shape != like.shape:
+            if not isinstance(value, Tensor) or value.shape != fresh.shape:
                 seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(f"the loaded {name!r} of parameter {key} is {seen}: it must be {tuple(like.shape)}.")
+                raise ValueError(f"the loaded {name!r} of parameter {key} is {seen}: it must be {tuple(fresh.shape)}.")
             if name == "step" and value < 0:
                 raise ValueError(f"the loaded step of parameter {key} is {value.item()}: it must be >= 0.")
 
