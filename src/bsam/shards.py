@@ -271,13 +271,12 @@ def refuse_sharded(what: str, model: nn.Module, instead: str) -> None:
         raise ValueError(f"{what} needs the whole model in one process, and this model is sharded: {instead}.")
 
 
-def check_model(module: nn.Module | None, parameters: Sequence[Tensor], names: Callable[[int], str]) -> bool:
+def check_model(module: nn.Module | None, parameters: Sequence[Tensor]) -> bool:
     """Raise unless an optimizer can train these parameters of a model; return whether they are sharded.
 
     Args:
         module: The model, if it is known.
         parameters: The parameters of the optimizer that require a gradient.
-        names: Returns the name of the i-th of them.
     """
     found, managed = [is_sharded(p) for p in parameters], is_sharded_model(module)
     if not parameters or not (any(found) or managed):
@@ -299,23 +298,25 @@ def check_model(module: nn.Module | None, parameters: Sequence[Tensor], names: C
             "parallelism is not supported. Shard the model by fully_shard instead, or give the optimizer ordinary "
             "parameters."
         )
-    for i, parameter in enumerate(parameters):
+    names = {id(p): name for name, p in module.named_parameters()}
+    for parameter in parameters:
+        name = names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
         if not is_sharded(parameter):
             raise ValueError(
-                f"{names(i)} is not sharded, but other parameters are: its gradient would not be averaged over the "
+                f"{name} is not sharded, but other parameters are: its gradient would not be averaged over the "
                 "ranks. Call fully_shard(model) on the whole model after its layers, without ignored_params, or freeze "
                 "it."
             )
         kinds = [type(placement).__name__ for placement in parameter.placements]
         if kinds not in (["Shard"], ["Replicate", "Shard"]):
             raise ValueError(
-                f"{names(i)} has the placements {parameter.placements}: tensor parallelism is not supported. Shard the "
+                f"{name} has the placements {parameter.placements}: tensor parallelism is not supported. Shard the "
                 "model by fully_shard alone, over a mesh of one dimension, or of two, the first one for replicas."
             )
         first = parameters[0]
         if is_sharded(first) and set(_ranks(parameter)) != set(_ranks(first)):
             raise ValueError(
-                f"{names(i)} is on the ranks {sorted(_ranks(parameter))}, and {names(0)} on {sorted(_ranks(first))}: "
+                f"{name} is on the ranks {sorted(_ranks(parameter))}, and others are on {sorted(_ranks(first))}: "
                 "all parameters of an optimizer must be on the same ranks. Make one optimizer for each mesh."
             )
     own = {id(p) for p in parameters}

@@ -769,7 +769,7 @@ class ProbingOptimizer(SplittingOptimizer):
         """Drop gathered weights of a sharded model, after all checks of it."""
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         shards.reshard(self.module)
-        self._sharded = shards.check_model(self.module, trained, lambda i: f"parameter {i} of the optimizer")
+        self._sharded = shards.check_model(self.module, trained)
         if self._sharded and self.process_group is not None:
             raise ValueError(
                 "process_group= does not go with a sharded model, whose gradients fully_shard averages over the ranks: "
