@@ -3,8 +3,8 @@
     python benchmarks/fsdp.py --out results/fsdp.json
     torchrun --nproc-per-node=8 benchmarks/fsdp.py --out fsdp.json
 
-Weights are random, passes run in bfloat16 (`MixedPrecisionPolicy`); weights, gradients and state are float32. The record
-has the time per step, and memory in copies of the shard: what one rank holds between two steps, and its peak in a step.
+Weights are random, and passes run in bfloat16 (`MixedPrecisionPolicy`). Weights, gradients and state are float32. The
+record has the time per step, and memory in copies of the shard: what one rank holds between steps, and its peak.
 The row "gradient" is one forward and backward pass without an optimizer: it shows what activations and gathered weights
 take. Without a GPU a small model on the CPU shows that everything runs; it measures no memory.
 """

@@ -513,6 +513,7 @@ def refusals(ranks):
         fully_shard(two[1], mesh=ranks.meshes[2])
         found["ranks"] = said(lambda: make("BSAM", two))
     parallel = parallelize_module(nn.Sequential(nn.Linear(4, 4)), ranks.replicas["shards"], {"0": ColwiseParallel()})
+    found["ddp"] = said(lambda: nn.parallel.DistributedDataParallel(model))
     found["parallel"] = said(lambda: make("BSAM", parallel))
     fully_shard(parallel, mesh=ranks.replicas["replicas"])
     found["parallel and sharded"] = said(lambda: make("BSAM", parallel))

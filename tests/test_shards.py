@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import bsam
@@ -258,3 +259,32 @@ def test_what_does_not_go_with_shards_is_refused_with_a_sentence(found, what):
 def test_an_optimizer_made_before_sharding_is_refused(found, kind):
     for result in found("whole_states"):
         assert "call fully_shard(model) first" in result[f"{kind} made before"]
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("offload", [False, True])
+def test_one_rank_on_a_gpu_trains_as_a_model_that_is_not_sharded(tmp_path, kind, offload):
+    """With the weights on the CPU their noise is the CPU's: this must run, and agrees for methods without noise."""
+    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cuda", (1,))
+        plain = sharded.transformer(torch.float32).cuda()
+        options = {"offload_policy": sharded.CPUOffloadPolicy()} if offload else {}
+        model = sharded.shard(sharded.transformer(torch.float32).cuda(), mesh, **options)
+        for each in (plain, model):
+            optimizer = sharded.make(kind, each, splits=1)
+            for step in range(STEPS):
+                x, y = (t.cuda() for t in sharded.data(step))
+                optimizer.step(sharded.loss_of(each), x, y)
+        got = {name: t.cuda() for name, t in sharded.weights_of(model).items()}
+        if offload and hasattr(optimizer, "sampled"):
+            assert all(t.isfinite().all() for t in got.values())
+        else:
+            assert_close(got, sharded.weights_of(plain), 1e-4)
+    finally:
+        dist.destroy_process_group()

@@ -18,7 +18,7 @@ from pathlib import Path
 from bsam.experiments.comparison import TABLES, compare
 from bsam.experiments.record import read_json
 from bsam.files import write_text
-from tools import out_of_the_box, speeds, trainers
+from tools import out_of_the_box, shards, speeds, trainers
 from tools.markdown import (
     block_markdown,
     comparison_markdown,
@@ -56,8 +56,8 @@ def render(name: str, results: Path) -> str:
     """Write a table in Markdown.
 
     Args:
-        name: demo, speeds, trainers, table1 to table6, one block of a table like table1/cifar10, counts or margins of
-            all tables, sweep_rho, ablate_NAME, tuning_NAME, or out_of_the_box, also with _choosing, _few or
+        name: demo, speeds, trainers, fsdp, table1 to table6, one block of a table like table1/cifar10, counts or
+            margins of all tables, sweep_rho, ablate_NAME, tuning_NAME, or out_of_the_box, also with _choosing, _few or
             _few_choosing, and with /problems.
         results: The folder of the records.
     """
@@ -78,6 +78,9 @@ def render(name: str, results: Path) -> str:
     if name == "trainers":
         path = results / "trainers.json"
         return trainers.markdown(read_json(path)) if path.exists() else "Not recorded yet: `benchmarks/trainers.py`."
+    if name == "fsdp":
+        path = results / "fsdp.json"
+        return shards.markdown(read_json(path)) if path.exists() else "Not recorded yet: `benchmarks/fsdp.py`."
     if name in _OUT_OF_THE_BOX:
         return _OUT_OF_THE_BOX[name](read_json(results / f"{table}.json"))
     if name in (*_STUDIES, *_TUNINGS):

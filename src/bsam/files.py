@@ -87,7 +87,8 @@ def save_file(
 
     safetensors' own function takes all tensors at once, and cannot write a checksum of what it is about to write.
     """
-    entries, end = {}, 0
+    entries: dict[str, dict[str, Any]] = {}
+    end = 0
     # Large types first, so that each tensor begins at a multiple of its type's size.
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
         tensor = tensors[name]

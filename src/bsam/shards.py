@@ -123,8 +123,10 @@ def cut(value: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's part of a value for a parameter; the value may be whole, or spread as the parameter is."""
     part = part_of(parameter)
     if is_sharded(value):
-        same = is_sharded(parameter) and value.placements == parameter.placements
-        if not same or value.device_mesh != parameter.device_mesh:
+        if not is_sharded(parameter) or (value.placements, value.device_mesh) != (
+            parameter.placements,
+            parameter.device_mesh,
+        ):
             raise ValueError(
                 f"a tensor of shape {tuple(value.shape)} is sharded otherwise than its parameter. Load it by "
                 "torch.distributed.checkpoint, which spreads it as the parameter is."
@@ -143,7 +145,8 @@ def write(target: Tensor, value: Tensor) -> None:
 
 def sum_parts(values: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
     """Sum one number per parameter over the ranks that hold its parts; one message per mesh."""
-    found, places = list(values), {}
+    found = list(values)
+    places: dict[tuple[dist.ProcessGroup, str], list[int]] = {}
     for i, parameter in enumerate(parameters):
         if is_sharded(parameter):
             mesh = parameter.device_mesh
@@ -241,7 +244,8 @@ def _gathered(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad(), interruptible():
-        return tensor.full_tensor()
+        gathered: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+        return gathered
 
 
 # ------------------------------------------------------------------ models
