@@ -241,6 +241,7 @@ REFUSED = {
     "sizes": "splits=2 all ranks must have the same number of examples",
     "sync": "set_requires_gradient_sync.*leave it out",
     "not sharded": "is not sharded, but other parameters are",
+    "ddp": "DistributedDataParallel does not go with a sharded model",
     "ranks": r"on the ranks \[0, 1\], and others are on \[0, 1, 2, 3\]",
     "parallel": "tensor parallelism is not supported",
     "parallel and sharded": "tensor parallelism is not supported",

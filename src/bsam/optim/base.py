@@ -775,6 +775,11 @@ class ProbingOptimizer(SplittingOptimizer):
                 "process_group= does not go with a sharded model, whose gradients fully_shard averages over the ranks: "
                 "leave process_group= out."
             )
+        if self._sharded and isinstance(self.module, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                "DistributedDataParallel does not go with a sharded model: for replicas of shards, give fully_shard a "
+                "mesh of two dimensions, and give the optimizer the model without DistributedDataParallel."
+            )
         if self._sharded and self.per_example:
             raise ValueError(
                 f"{type(self).__name__} needs the gradients of single examples, which a sharded model does not have: "
