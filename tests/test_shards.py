@@ -1,5 +1,6 @@
 """Sharded models: four processes run the scenarios of tests/sharded.py once; each test reads what one of them found."""
 
+import functools
 import re
 
 import pytest
@@ -30,6 +31,7 @@ def folder(tmp_path_factory):
 def found(folder):
     """`found(name)` returns what a scenario found: one dictionary per rank."""
 
+    @functools.cache
     def read(name):
         results = []
         for rank in range(4):
