@@ -288,8 +288,8 @@ def check_model(module: nn.Module | None, parameters: Sequence[Tensor]) -> bool:
     if not any(found):
         raise RuntimeError(
             "the model was sharded after the optimizer was made, so that the optimizer has parameters that the model "
-            "does not use any more: call fully_shard(model) first, and then make the optimizer. A state that was saved "
-            "before is loaded into it by optimizer.load_state_dict."
+            "does not use: call fully_shard(model) first, and then make the optimizer. If a forward pass has gathered "
+            "the weights in between, call model.reshard(). A saved state is loaded by optimizer.load_state_dict."
         )
     if module is None:
         raise ValueError(

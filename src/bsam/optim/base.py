@@ -54,6 +54,7 @@ from bsam.optim.micro_batches import Kept, MicroBatch
 from bsam.optim.pending import Pending, Probed
 from bsam.optim.probing import MeanSnapshot, Prober, Slot, emptied
 from bsam.optim.scaling import Scaling
+from bsam.optim.sharding import Hooks, agreed_weight, check_sharding
 from bsam.optim.splits import SplittingOptimizer
 from bsam.optim.together import Parts
 from bsam.posterior import PointMass, Posterior
@@ -311,29 +312,12 @@ class ProbingOptimizer(SplittingOptimizer):
         return slots, parts
 
     def _weight(self, weight: float | Tensor | None, parts: Parts) -> float:
-        """Return the weight of a micro-batch in the averages: as it is given, or its number of examples.
-
-        The ranks of a sharded model must use the same weight, or the averages of their parts would differ: it is the
-        mean over the ranks.
-        """
+        """Return the weight of a micro-batch in the averages: as it is given, or its number of examples."""
         sizes = [size for _, size in parts]
         if weight is not None:
             options.positive("weight", weight, "It is the number of terms in the mean loss of the micro-batch.")
         number = float(sum(sizes) if weight is None else weight)
-        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        found = shards.position(trained)
-        if found is None:
-            return number
-        splits, world = self._option("splits"), found[1]
-        own = torch.tensor(sizes + [0] * (splits - len(sizes)), dtype=torch.float64)
-        total, first, second = torch.tensor(number, dtype=torch.float64), own.clone(), own.square()
-        shards.sum_everywhere([total, first, second], trained)
-        if splits > 1 and not torch.equal(world * second, first.square()):  # equal if and only if all sizes are
-            raise ValueError(
-                f"the ranks have batches of different sizes, this one {sum(sizes)} examples in {len(sizes)} parts: "
-                f"with a sharded model and splits={splits} all ranks must have the same number of examples."
-            )
-        return float(total) / world
+        return agreed_weight(self._trained(), number, sizes, self._option("splits")) if self._sharded else number
 
     @contextlib.contextmanager
     def _whole_or_nothing(self, slots: list[Slot]) -> Iterator[BufferSnapshot]:
@@ -343,7 +327,7 @@ class ProbingOptimizer(SplittingOptimizer):
         self._away = _IN_A_STEP
         try:
             mean = MeanSnapshot(slots, self.module)
-            with restored_on_failure(_Reset(self.module), mean, GradientSnapshot(known), buffers):
+            with restored_on_failure(Hooks(self.module), mean, GradientSnapshot(known), buffers):
                 yield buffers
         finally:
             torch.clear_autocast_cache()
@@ -588,7 +572,7 @@ class ProbingOptimizer(SplittingOptimizer):
             lr = group.get("lr")
             if isinstance(lr, Tensor) and lr.shape == (1,):  # torch accepts this shape, formulas take numbers
                 group["lr"] = lr.reshape(())
-        self._check_shards()
+        self._sharded = check_sharding(self, self._trained())
         return slots_of(self, self._fresh_state if self.base_optimizer is None else None)
 
     def _fixed(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -667,7 +651,7 @@ class ProbingOptimizer(SplittingOptimizer):
     def _note_start(self) -> None:
         """Note how large the weights are, before the first step of this object."""
         if not self._num_steps:
-            trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+            trained = self._trained()
             norms = [shards.local(p).norm(dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
             self._start = dict(zip(trained, shards.whole_norms(norms, trained), strict=True))
 
@@ -761,38 +745,15 @@ class ProbingOptimizer(SplittingOptimizer):
         names = [name for group in self.param_groups for name in group.get("param_names", ())]
         if not names and self.module is not None:
             by_id = {id(p): name for name, p in self.module.named_parameters()}
-            names = [by_id[id(slot.parameter)]] if id(slot.parameter) in by_id else []
-            return names[0] if names else f"parameter {slot.index} of shape {tuple(slot.parameter.shape)}"
+            if id(slot.parameter) in by_id:  # not while a sharded model has gathered its weights
+                return by_id[id(slot.parameter)]
         return names[slot.index] if names else f"parameter {slot.index} of shape {tuple(slot.parameter.shape)}"
 
-    def _check_shards(self) -> None:
-        """Drop gathered weights of a sharded model, after all checks of it."""
-        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        shards.reshard(self.module)
-        self._sharded = shards.check_model(self.module, trained)
-        if self._sharded and self.process_group is not None:
-            raise ValueError(
-                "process_group= does not go with a sharded model, whose gradients fully_shard averages over the ranks: "
-                "leave process_group= out."
-            )
-        if self._sharded and isinstance(self.module, nn.parallel.DistributedDataParallel):
-            raise ValueError(
-                "DistributedDataParallel does not go with a sharded model: for replicas of shards, give fully_shard a "
-                "mesh of two dimensions, and give the optimizer the model without DistributedDataParallel."
-            )
-        if self._sharded and self.per_example:
-            raise ValueError(
-                f"{type(self).__name__} needs the gradients of single examples, which a sharded model does not have: "
-                "use bsam.BSAM or bsam.IVON."
-            )
-        if self._sharded and self.vectorise:
-            raise ValueError(
-                "vectorise=True is not possible here: the model is sharded, and the hooks of fully_shard run in a loop "
-                "only. Leave vectorise= out."
-            )
+    def _trained(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
 
     def _check_module(self) -> None:
-        self._check_shards()
+        self._sharded = check_sharding(self, self._trained())
         if self.module is None:
             return
         if self.process_group is not None and isinstance(self.module, nn.parallel.DistributedDataParallel):
@@ -833,14 +794,3 @@ def _read(numbers: Sequence[Tensor]) -> list[float]:
         torch.stack([each.float().to(numbers[0].device) for each in numbers]).tolist() if numbers else []
     )
     return found
-
-
-class _Reset:
-    """The state of a sharded model's hooks before a pass."""
-
-    def __init__(self, module: nn.Module | None) -> None:
-        self._module = module
-
-    def restore(self) -> None:
-        """Let the model forget a pass that raised."""
-        shards.reset(self._module)
