@@ -22,12 +22,14 @@ __all__ = [
     "Calibration",
     "DiagonalGaussian",
     "GaussianPredictions",
+    "LearnedNoise",
     "LowRankGaussian",
     "Mixture",
     "PointMass",
     "Posterior",
     "Predictions",
     "Predictor",
+    "Sensitivities",
     "Suggestion",
     "TrainStep",
     "calibrate",
@@ -37,6 +39,7 @@ __all__ = [
     "predict",
     "predict_linearised",
     "recalibrate_batch_norm",
+    "sensitivity",
     "suggest",
 ]
 

@@ -3,6 +3,7 @@
 from bsam import metrics
 from bsam.batch_norm import recalibrate_batch_norm
 from bsam.engine import TrainStep
+from bsam.likelihood import LearnedNoise
 from bsam.optim import ASAM, BSAM, IVON, SAM, SWAG, VOGN, Suggestion, suggest
 from bsam.posterior import DiagonalGaussian, LowRankGaussian, Mixture, PointMass, Posterior, laplace, load_posterior
 from bsam.prediction import (
@@ -10,9 +11,11 @@ from bsam.prediction import (
     GaussianPredictions,
     Predictions,
     Predictor,
+    Sensitivities,
     calibrate,
     predict,
     predict_linearised,
+    sensitivity,
 )
 
 __all__ = [
@@ -25,12 +28,14 @@ __all__ = [
     "Calibration",
     "DiagonalGaussian",
     "GaussianPredictions",
+    "LearnedNoise",
     "LowRankGaussian",
     "Mixture",
     "PointMass",
     "Posterior",
     "Predictions",
     "Predictor",
+    "Sensitivities",
     "Suggestion",
     "TrainStep",
     "calibrate",
@@ -40,5 +45,6 @@ __all__ = [
     "predict",
     "predict_linearised",
     "recalibrate_batch_norm",
+    "sensitivity",
     "suggest",
 ]

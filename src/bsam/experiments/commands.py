@@ -21,7 +21,7 @@ from rich.table import Table
 
 from bsam import __version__
 from bsam.experiments.metric_columns import DECIMALS, TITLES
-from bsam.experiments.options import Data, Device, SaveMinutes
+from bsam.experiments.options import Data, Device, SaveMinutes, Suites, split_names
 
 if TYPE_CHECKING:
     from bsam.experiments.stacks import Stack
@@ -228,6 +228,7 @@ def evaluate(
         str | None, typer.Option(help="Numbers of posterior samples, like 0,8,64.", show_default="32")
     ] = None,
     part: Annotated[str, typer.Option(help="test, or validation.")] = "test",
+    suite: Suites = None,
     temperature: Annotated[
         float | None,
         typer.Option(help="Temperature: multiplies the posterior's variance.", show_default="1, or the run's"),
@@ -244,16 +245,20 @@ def evaluate(
 
     Writes predictions and one reliability diagram per number of samples
     into the folder, and the metrics into its record. Several runs are
-    also evaluated together, as an ensemble in a folder of its own. Examples:
+    also evaluated together, as an ensemble in a folder of its own. A suite
+    says what doubt is worth on other inputs, for example unknown ones. Examples:
 
     [bold]bsam evaluate runs/digits/seed0 --samples 0,8,64[/bold]
 
     [bold]bsam evaluate runs/digits/seed0 runs/digits/seed1 --samples 32[/bold]
 
     [bold]bsam evaluate runs/digits/seed0 --temperature 0.5[/bold]
+
+    [bold]bsam evaluate runs/cifar10/seed0 --suite unknown,corruptions[/bold]
     """
     from bsam.experiments.ensemble import evaluate_ensemble
     from bsam.experiments.evaluate import evaluate as evaluate_run
+    from bsam.experiments.suites import check_run, evaluate_ensemble_suites, evaluate_suites
 
     try:
         counts = None if samples is None else [int(text) for text in samples.split(",")]
@@ -269,6 +274,11 @@ def evaluate(
         "data": data,
         "again": again,
     }
+    suites = split_names(suite)
+    if suites and part != "test":
+        raise ValueError(f"--suite goes with the test part: leave out --part {part}.")
+    if suites:
+        check_run(runs[0], suites, data)  # an error before anything is predicted
     if len(runs) == 1 and out is not None:
         raise ValueError("--out is the folder of an ensemble: name two runs or more.")
     if len(runs) > 1:
@@ -288,6 +298,27 @@ def evaluate(
                 cells[-1] += f"\n\\[{low:.{decimals}f}, {high:.{decimals}f}]"
         table.add_row("mean" if count == "0" else count, *cells)
     Console().print(table)
+    if suites:
+        del options["part"]
+        found = (
+            evaluate_suites(runs[0], suites, **options)
+            if len(runs) == 1
+            else evaluate_ensemble_suites(runs, folder, suites, **options)
+        )
+        _print_suites(found)
+
+
+def _print_suites(found: dict[str, dict[str, dict[str, Any]]]) -> None:
+    from bsam.experiments.suites import SUITES
+
+    for name, evaluations in found.items():
+        for count, numbers in evaluations.items():
+            which = "the mean" if count == "0" else f"{count} samples"
+            heads, rows = SUITES[name].table(numbers)
+            table = Table(*heads, title=f"{SUITES[name].title}, {which}", box=box.SIMPLE, pad_edge=False)
+            for row in rows:
+                table.add_row(*row)
+            Console().print(table)
 
 
 @app.command()

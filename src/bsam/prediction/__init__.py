@@ -6,13 +6,16 @@ from bsam.prediction.linearised import predict_linearised
 from bsam.prediction.predict import predict
 from bsam.prediction.predictor import Predictor
 from bsam.prediction.results import GaussianPredictions, Predictions
+from bsam.prediction.sensitivity import Sensitivities, sensitivity
 
 __all__ = [
     "Calibration",
     "GaussianPredictions",
     "Predictions",
     "Predictor",
+    "Sensitivities",
     "calibrate",
     "predict",
     "predict_linearised",
+    "sensitivity",
 ]
