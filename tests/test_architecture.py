@@ -91,6 +91,7 @@ MIRRORED_ELSEWHERE = {
     "bsam/experiments/data/embedded.py": "experiments/data/test_loading.py",
     "bsam/experiments/data/progress.py": "experiments/data/test_download.py",
     "bsam/experiments/data/table.py": "experiments/data/test_download.py",
+    "bsam/experiments/figures/moving.py": "experiments/test_commands.py",
     "bsam/experiments/figures/threads.py": "experiments/figures/test_logistic.py",
     "bsam/experiments/metric_columns.py": "experiments/test_comparison.py",
     "bsam/experiments/models/layers.py": "experiments/models/test_init.py",
