@@ -44,12 +44,12 @@ _OF_A_RECORD: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
         for part in ("", "_choosing", "_few", "_few_choosing")
         for what, markdown in (("", out_of_the_box.means_markdown), ("/problems", out_of_the_box.problems_markdown))
     },
+    "adamw_rates": (out_of_the_box.rates_markdown, "benchmarks/adamw_rates.py"),
     "pruning": (variances.pruning_markdown, "benchmarks/variances.py pruning"),
     "sensitivity": (variances.sensitivity_markdown, "benchmarks/variances.py sensitivity"),
     **{name: (markdown, "bsam reproduce uci") for name, markdown in uci.TABLES.items()},
-    "adamw_rates": (out_of_the_box.rates_markdown, "benchmarks/adamw_rates.py"),
 }
-"""Tables of one record, results/NAME.json: how each is written, and which command makes the record."""
+"""Tables of one record: how each is written, and which command makes the record. The record's name ends at a slash."""
 _OF_ALL_TABLES = {"counts": counts_markdown, "margins": margins_markdown}
 _BEGIN = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)
 _END = "<!-- end -->"

@@ -1,5 +1,6 @@
 """Predictions averaged over a posterior."""
 
+import bsam.kernels as _kernels  # noqa: F401  # its layers register with the compiler
 from bsam.prediction.calibrate import Calibration, calibrate
 from bsam.prediction.linearised import predict_linearised
 from bsam.prediction.predict import predict

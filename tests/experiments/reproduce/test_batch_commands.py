@@ -125,6 +125,9 @@ def test_a_folder_that_a_kill_left_with_empty_settings_is_used(places, tmp_path)
         (["reproduce", "table1", "--methods", "sgd,sdg"], "--methods sdg"),
         (["reproduce", "all", "--block", "mnist"], "choose within one table"),
         (["sweep", "lr"], "there is no sweep of 'lr': write rho"),
+        (["sweep", "rho", "--on", "spark"], "--on spark: write ray for this machine, or ray://HOST:PORT for a cluster"),
+        (["sweep", "rho", "--on", "ray://host:port"], "--on ray://host:port: write ray for this machine"),
+        (["sweep", "rho", "--storage", "s3://runs"], "--storage, --cores and --gpus are for Ray: write also --on ray"),
         (["ablate", "rho"], "choose one of noise, samples, splits, curvature"),
     ],
 )

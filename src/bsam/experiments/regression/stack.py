@@ -64,14 +64,15 @@ class RunStack(nn.Module):
         each = x.transpose(0, 1)  # (runs, n, features)
         inner = torch.baddbmm(self._all("network_0_bias")[:, None], each, self._all("network_0_weight").mT).relu()
         outputs = torch.baddbmm(self._all("network_2_bias")[:, None], inner, self._all("network_2_weight").mT)
-        return outputs[:, :, 0].T
+        found: Tensor = outputs[:, :, 0].T
+        return found
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the sum over the runs of the mean negative log-likelihood of targets (n, runs)."""
         log_noise = self._all("log_noise_std")
         z = (y - self(x)) * torch.exp(-log_noise)
-        nll: Tensor = (0.5 * z.square() + log_noise + 0.5 * math.log(2 * math.pi)).mean(dim=0).sum()
-        return nll
+        losses: Tensor = (0.5 * z.square() + log_noise + 0.5 * math.log(2 * math.pi)).mean(dim=0)
+        return losses.sum()
 
     def parameter_groups(self, settings: Sequence[Mapping[str, Any]], noise: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the groups of an optimizer: the weights of each group with its settings, and the noises apart.
