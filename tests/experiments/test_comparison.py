@@ -11,6 +11,7 @@ from scipy.stats import t, ttest_ind, ttest_ind_from_stats
 
 from bsam.experiments import comparison
 from bsam.experiments.comparison import HIGHER_IS_BETTER, TABLES, compare
+from bsam.experiments.metric_columns import signed
 from bsam.experiments.paper.beyond import all_tables
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import METRICS, margins
@@ -331,3 +332,9 @@ def test_the_improvement_of_table_3_has_the_direction_of_its_metric_and_welchs_i
     assert ece.ours.value == 0.0  # the same in both rows
     assert all(each.ours is None for each in blocks["mnist"].improvement)  # not run
     assert not any(block.improvement for table in set(TABLES) - {"table3"} for block in compare(table, tmp_path).blocks)
+
+
+def test_a_difference_that_rounds_to_zero_has_no_sign():
+    assert signed("auroc", -0.0004) == signed("auroc", 0.0004) == "0.000"
+    assert signed("auroc", -0.0006) == "-0.001"
+    assert signed("ece", 0.0004) == "+0.0004"

@@ -69,7 +69,7 @@ def test_improvements_stand_below_a_block_of_table_3(tmp_path):
         write_record(tmp_path / "runs", "table3/mnist/bsam-no-noise", seed, accuracy=0.9867 + seed / 1e4)
         write_record(tmp_path / "runs", "table6/mnist/bsam", seed, accuracy=0.9877 + seed / 1e4)
     (row,) = [line for line in render("table3", tmp_path).splitlines() if "*improvement*" in line]
-    assert row.startswith("| *improvement* | +0.10 ± 0.02<br>+0.11 | +0.000 ± 0.000<br>+0.003 |")
+    assert row.startswith("| *improvement* | +0.10 ± 0.02<br>+0.11 | 0.000 ± 0.000<br>+0.003 |")
     assert "± half of Welch's 90% interval" in render("table3", tmp_path)
 
 
