@@ -48,6 +48,7 @@ __all__ = [
     "Mark",
     "Published",
     "Row",
+    "best_marked",
     "compare",
     "find_table",
 ]
@@ -158,7 +159,7 @@ def compare(table: str, records: Path) -> Comparison:
     """Fill a table, table1 to table6, with the records of a folder; rows without a record are marked "not run"."""
     blocks = []
     for block in all_tables()[find_table(table)].blocks:
-        rows = _best_marked(_rows(table, block, records))
+        rows = best_marked(_rows(table, block, records))
         blocks.append(Block(block.name, block.title, rows, _improvement(block, rows)))
     return Comparison(table, TABLES[table], _judged(table, blocks))
 
@@ -279,10 +280,10 @@ def _case(cell: Cell, margin: float) -> Case | None:
     return Case(difference, cell.published.rounding, margin, HIGHER_IS_BETTER[cell.metric])
 
 
-def _best_marked(rows: list[Row]) -> tuple[Row, ...]:
-    """Mark the best cells of each metric."""
+def best_marked(rows: list[Row]) -> tuple[Row, ...]:
+    """Mark the best cells of each metric, and no others."""
     fullest = next((scale for scale in SCALES if any(row.scale == scale for row in rows)), None)
-    cells = [list(row.cells) for row in rows]
+    cells = [[replace(cell, best=False) for cell in row.cells] for row in rows]
     for column, metric in enumerate(METRICS):
         tested = [
             i
