@@ -12,6 +12,7 @@ from bsam.experiments.paper.results import margins
 from bsam.experiments.reproduce.show import (
     cell_lines,
     counts_sentence,
+    improvement_lines,
     point_rows,
     scale_note,
     scale_notes,
@@ -45,6 +46,9 @@ def comparison_markdown(comparison: Comparison) -> str:
         for row in block.rows:
             name = f"{row.label}<br>{_extent(row)}" if row.seeds else row.label
             lines.append(f"| {name} | {' | '.join(_markdown(cell) for cell in row.cells)} |")
+        if block.improvement:
+            shown = ("<br>".join(improvement_lines(each)) for each in block.improvement)
+            lines.append(f"| *improvement* | {' | '.join(shown)} |")
         parts.append("\n".join(lines))
         parts += scale_notes(block) + settings_notes(block)
     return "\n\n".join(parts)

@@ -75,6 +75,15 @@ def test_the_rows_of_the_paper_alone_are_compared_with_each_other(tmp_path):
     assert row.startswith("| bSAM | **90.02 (0.02)**<br>")
 
 
+def test_improvements_stand_below_a_block_of_table_3(tmp_path):
+    for seed in range(3):
+        write_record(tmp_path / "runs", "table3/mnist/bsam-no-noise", seed, accuracy=0.9867 + seed / 1e4)
+        write_record(tmp_path / "runs", "table6/mnist/bsam", seed, accuracy=0.9877 + seed / 1e4)
+    (row,) = [line for line in render("table3", tmp_path).splitlines() if "*improvement*" in line]
+    assert row.startswith("| *improvement* | +0.10 ± 0.02<br>+0.11 | 0.000 ± 0.000<br>+0.003 |")
+    assert "± half of Welch's 90% interval" in render("table3", tmp_path)
+
+
 def test_studies_say_their_scale(tmp_path):
     metrics = {metric: [[0.5, None]] for metric in ("accuracy", "nll", "ece", "auroc")}
     series = [{"label": "bSAM", "x": [0.1], "metrics": metrics}]
