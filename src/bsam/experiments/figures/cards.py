@@ -47,7 +47,13 @@ def _sam(cls: Any, rho: float, model: nn.Linear, num_data: int) -> Any:
 
 def _bsam(model: nn.Linear, num_data: int) -> Any:
     return bsam.BSAM(
-        model.parameters(), lr=0.3, num_data=num_data, prior_precision=_PRIOR, damping=0.02, module=model, max_noise=None
+        model.parameters(),
+        lr=0.3,
+        num_data=num_data,
+        prior_precision=_PRIOR,
+        damping=0.02,
+        module=model,
+        max_noise=None,
     )
 
 
