@@ -37,7 +37,11 @@ $(VENV)/.integrations: $(VENV)/.installed
 test-integrations: $(VENV)/.integrations  ## run the tests with the trainers' libraries, and the code of their pages
 	$(BIN)/python -m pytest -m integrations tests/integrations tests/test_documentation.py
 
-test-cluster: $(VENV)/.installed  ## run the tests that start several processes or nodes
+$(VENV)/.cluster: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cluster,tune]'
+	touch $@
+
+test-cluster: $(VENV)/.cluster  ## run the tests that start several processes or nodes: sharded models, Ray, Optuna
 	$(BIN)/python -m pytest -m cluster tests
 
 lint: $(VENV)/.installed
