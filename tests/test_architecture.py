@@ -89,6 +89,7 @@ MIRRORED_ELSEWHERE = {
     "bsam/experiments/models/lenet5.py": "experiments/models/test_init.py",
     "bsam/experiments/report/diagrams.py": "experiments/report/test_paper_page.py",
     "bsam/experiments/report/page.py": "experiments/report/test_demo_page.py",
+    "bsam/experiments/reproduce/machines.py": "experiments/reproduce/test_carry_out.py",
     "bsam/experiments/reproduce/show.py": "experiments/reproduce/test_batch_commands.py",
     "bsam/experiments/style.py": "experiments/figures/test_init.py",
     "bsam/kernels/convolution_triton.py": "kernels/test_convolution.py",

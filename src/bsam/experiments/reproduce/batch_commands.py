@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from bsam.experiments.options import Extent, Work, taking
 from bsam.experiments.record import write_json
 from bsam.experiments.reproduce.carry_out import carry_out
 from bsam.experiments.reproduce.plan import Places, Wanted, find_places, make_plan, wanted_by_table
+from bsam.experiments.reproduce.search import Search, carry_out_search, collect_search
 from bsam.experiments.reproduce.show import BEST_NOTE, block_table, counts_sentence, study_tables, tuning_table
 from bsam.experiments.reproduce.studies import ABLATIONS, Study, collect, refuse_to_replace, sweep_rho
 from bsam.experiments.reproduce.study_figure import draw_study
@@ -98,27 +100,41 @@ def ablate(what: Annotated[str, typer.Argument(help=f"One of {', '.join(ABLATION
 @taking(Work)
 def tune(
     what: Annotated[str, typer.Argument(help=f"One of {', '.join(TUNINGS)}, or a TOML file with a grid.")],
-    out: Annotated[Path | None, typer.Option(help="The record.", show_default="results/tuning_WHAT.json")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The record.", show_default="results/tuning_WHAT.json, or tuning_WHAT_search.json"),
+    ] = None,
+    search: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Let Optuna propose N settings between those of the grid.")
+    ] = None,
     *,
     options: Work,
 ) -> None:
     """Choose settings on a held-out part of the training data; the test data are not used.
 
-    Trains every setting of a grid, and writes one record with all tries and the
-    one with the lowest NLL. After Ctrl-C or a crash the same command goes on. Example:
+    Trains every setting of a grid, or with --search those that Optuna proposes, and writes one record with all
+    tries and the one with the lowest NLL. After Ctrl-C or a crash the same command goes on. Examples:
 
     [bold]bsam tune cifar10 --data data --jobs 4[/bold]
+
+    [bold]bsam tune my-grid.toml --search 40[/bold]
     """
     dtype, runs = options.precision, options.runs or Path("runs")
     tuning = replace(read_tuning(what), dtype=dtype)
-    path = out or Path("results") / f"tuning_{tuning.name}.json"
-    plan = plan_tries(tuning, runs)
-    failed = carry_out(plan, "full", runs, options, work=execute_tries)
+    command = f"bsam tune {what}{f' --precision {dtype}' if dtype else ''}"
+    if search is None:
+        failed = carry_out(plan_tries(tuning, runs), "full", runs, options, work=execute_tries)
+        collect = functools.partial(collect_tries, tuning, runs)
+    else:
+        tuning = replace(tuning, name=f"{tuning.name}_search")  # the tries of a grid are never pruned
+        searched, command = Search(tuning, search, runs.absolute()), f"{command} --search {search}"
+        failed = carry_out_search(searched, options)
+        collect = functools.partial(collect_search, searched)
     if options.dry_run:
         return
     if failed:
         raise typer.Exit(1)  # a choice needs all tries
-    record = collect_tries(tuning, runs, f"bsam tune {what}{f' --precision {dtype}' if dtype else ''}")
+    record, path = collect(command), out or Path("results") / f"tuning_{tuning.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, record)
     console = Console()
