@@ -19,7 +19,7 @@ from typing import Any
 from bsam.experiments.comparison import TABLES, compare
 from bsam.experiments.record import read_json
 from bsam.files import write_text
-from tools import out_of_the_box, speeds, trainers
+from tools import out_of_the_box, scale, speeds, trainers, uci, variances
 from tools.markdown import (
     block_markdown,
     comparison_markdown,
@@ -37,6 +37,9 @@ _TUNINGS = ("tuning_cifar10", "tuning_cifar10_60")
 _OF_A_RECORD: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "demo": (demo_markdown, "bsam demo"),
     "trainers": (trainers.markdown, "benchmarks/trainers.py"),
+    "scale/measured": (scale.measured_markdown, "benchmarks/scale.py"),
+    "scale/computed": (scale.computed_markdown, "benchmarks/scale.py"),
+    "scale/memory": (scale.memory_markdown, "benchmarks/scale.py"),
     **{name: (study_markdown, f"bsam {name.replace('_', ' ')}") for name in _STUDIES},
     **{name: (tuning_markdown, f"bsam {name.replace('tuning_', 'tune ')}") for name in _TUNINGS},
     **{
@@ -45,8 +48,11 @@ _OF_A_RECORD: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
         for what, markdown in (("", out_of_the_box.means_markdown), ("/problems", out_of_the_box.problems_markdown))
     },
     "adamw_rates": (out_of_the_box.rates_markdown, "benchmarks/adamw_rates.py"),
+    "pruning": (variances.pruning_markdown, "benchmarks/variances.py pruning"),
+    "sensitivity": (variances.sensitivity_markdown, "benchmarks/variances.py sensitivity"),
+    **{name: (markdown, "bsam reproduce uci") for name, markdown in uci.TABLES.items()},
 }
-"""Tables of one record, results/NAME.json: how each is written, and which command makes the record."""
+"""Tables of one record: how each is written, and which command makes the record. The record's name ends at a slash."""
 _OF_ALL_TABLES = {"counts": counts_markdown, "margins": margins_markdown}
 _BEGIN = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)
 _END = "<!-- end -->"

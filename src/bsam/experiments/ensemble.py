@@ -153,23 +153,28 @@ def _in_words(methods: Sequence[str]) -> str:
     return " and ".join(f"{count} × {METHODS[method].title}" for method, count in counts.items())
 
 
-def write_ensemble(path: Path, runs: Path, part: str, *, preset: str, scale: str, config: Config) -> None:
+def write_ensemble(path: Path, runs: Path, part: str, *, preset: str, scale: str, config: Config) -> list[Path]:
     """Evaluate the ensemble of the runs seed0, seed1, ... in the folder `runs`, and write its record to `path`.
 
     The ensemble has every evaluation that all runs have. A record of an ensemble with more members is not replaced.
+
+    Returns:
+        The folders of the members; none if no record was written.
     """
     folders = [folder for folder in runs.glob("seed*") if folder.is_dir()]  # the records of `bsam tune` are beside them
-    names = [
-        {file.stem.removeprefix(f"predictions-{part}-"): file for file in folder.glob(f"predictions-{part}-*")}
+    names = {
+        folder: {file.stem.removeprefix(f"predictions-{part}-"): file for file in folder.glob(f"predictions-{part}-*")}
         for folder in sorted(folders, key=lambda folder: int(folder.name[4:]))
-    ]
-    names = [found for found in names if found]
+    }
+    names = {folder: found for folder, found in names.items() if found}
     known = read_json(path)["members"] if path.exists() else 0
     if len(names) < max(2, known):
-        return
-    shared = [name for name in names[0] if all(name in found for found in names)]
+        return []
+    first, *others = names.values()
+    shared = [name for name in first if all(name in found for found in others)]
     evaluations = {
-        name: evaluation_of(average([bsam.Predictions.load(found[name]) for found in names])) for name in shared
+        name: evaluation_of(average([bsam.Predictions.load(found[name]) for found in names.values()]))
+        for name in shared
     }
     record = {
         "preset": preset,
@@ -181,3 +186,4 @@ def write_ensemble(path: Path, runs: Path, part: str, *, preset: str, scale: str
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, record)
+    return list(names)

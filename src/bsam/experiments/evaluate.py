@@ -22,7 +22,7 @@ from bsam.experiments.runs import choose_device, holds_run, remembered_data
 from bsam.experiments.style import new_figure
 from bsam.files import locked, remove_leftovers, replacing
 
-__all__ = ["draw_diagram", "evaluate", "evaluation_name", "evaluation_of", "prepared", "sha256_of"]
+__all__ = ["belongs", "draw_diagram", "evaluate", "evaluation_name", "evaluation_of", "prepared", "sha256_of"]
 
 
 def prepared(
@@ -90,7 +90,7 @@ def evaluate(
         file = folder / f"predictions-{part}-{name}.safetensors"
         with locked(lock):
             known = read_json(path)["evaluations"].get(part, {}).get(name, {})
-            made = again or not _belongs(file, origin, known)
+            made = again or not belongs(file, origin, known)
             predictions = None if made else bsam.Predictions.load(file)
         if predictions is None:
             dataset, model, posterior = loaded()
@@ -123,7 +123,7 @@ def evaluation_name(count: int, temperature: float | None, config: Config) -> st
     return str(count) if temperature in (None, config.temperature) else f"{count}@{float(temperature)}"
 
 
-def _belongs(file: Path, origin: dict[str, Any], evaluation: dict[str, Any]) -> bool:
+def belongs(file: Path, origin: dict[str, Any], evaluation: dict[str, Any]) -> bool:
     """Whether the record has the predictions in `file`, with this origin."""
     if not file.is_file():
         return False

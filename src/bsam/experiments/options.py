@@ -11,14 +11,21 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from bsam.experiments.config import DtypeName
-from bsam.experiments.recorded_runs import Scale
+from bsam.experiments.choices import ALL_SUITES, SUITE_NAMES, DtypeName, Scale
 
-__all__ = ["Data", "Device", "Extent", "SaveMinutes", "Work", "taking"]
+__all__ = ["Data", "Device", "Extent", "SaveMinutes", "Suites", "Work", "split_names", "taking"]
 
 Device = Annotated[str | None, typer.Option(help="Device, like cuda:0.", show_default="the accelerator, or cpu")]
 Data = Annotated[
     Path | None, typer.Option(help="Folder of the data sets, as torchvision lays them out.", envvar="BSAM_DATA")
+]
+Suites = Annotated[
+    str | None,
+    typer.Option(
+        "--suite",
+        metavar="NAME,...",
+        help=f"Also evaluate suites: {', '.join(SUITE_NAMES)}, or {ALL_SUITES} for all that fit.",
+    ),
 ]
 SaveMinutes = Annotated[float, typer.Option(min=0, help="Minutes between two checkpoints of a run.")]
 
@@ -82,6 +89,7 @@ class Extent(Work):
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Number of seeds per run.", show_default="5, or 2 if reduced or tiny")
     ] = None
+    first_seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0
     scale: Annotated[
         Scale,
         typer.Option(
@@ -91,6 +99,11 @@ class Extent(Work):
     records: Annotated[
         Path | None, typer.Option(help="Folder of the records.", show_default="results/runs, or report/tiny")
     ] = None
+
+
+def split_names(text: str | None) -> list[str]:
+    """Return the names of an option with commas between them; none if it is left out."""
+    return [] if text is None else [name.strip() for name in text.split(",")]
 
 
 def taking(kind: type[Work]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
+from bsam.experiments.choices import SCALES, Scale
 from bsam.experiments.config import Config, from_mapping, override
 from bsam.experiments.paper.beyond import beyond, own_dtype
 from bsam.experiments.paper.presets import preset, preset_names
 from bsam.experiments.record import read_json
 
-__all__ = ["SCALES", "Recorded", "Scale", "read_record", "recorded", "same_run"]
-
-Scale = Literal["full", "reduced", "tiny"]
-"""`full`: the preset as it is. `reduced`: fewer epochs on the same data. `tiny`: on the embedded digits."""
-SCALES: tuple[Scale, ...] = get_args(Scale)
-"""The largest scale first."""
+__all__ = ["Recorded", "read_record", "recorded", "same_run"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +34,8 @@ class Recorded:
     test: dict[str, dict[str, Any]]
     """Metrics on the test part, by number of samples."""
     device: str
+    suites: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """Numbers of suites, by suite and number of samples."""
 
 
 @cache
@@ -67,7 +65,8 @@ def read_record(path: Path) -> Recorded:
             scale = "reduced"  # even if the record says "full"
         test = content["evaluations"].get("test", {})
         device = content["environment"]["device"]
-        return Recorded(path, name, content["seed"], scale, config, content["seconds"], test, device)
+        seed, seconds, suites = content["seed"], content["seconds"], content.get("suites", {})
+        return Recorded(path, name, seed, scale, config, seconds, test, device, suites)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a run's record: {type(error).__name__}: {error}. Remove it.") from error
 

@@ -14,6 +14,7 @@ from bsam.experiments.reproduce.scales import scaled
 from bsam.experiments.runs import Run
 from bsam.experiments.stacks import Stack
 from bsam.files import locked
+from tests.experiments.data.test_uci import write_set
 
 
 def invoke(*arguments):
@@ -143,3 +144,33 @@ def test_help_teaches():
     assert "bsam sweep rho --scale tiny" in invoke("sweep", "--help").output
     assert "bsam ablate splits --scale tiny" in invoke("ablate", "--help").output
     assert invoke("reproduce", "table1", "--scale", "small").exit_code == 2
+
+
+@pytest.mark.filterwarnings("ignore:after .* steps .* of the precision")
+def test_uci_is_a_study_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_set(tmp_path / "data", rows=60)
+    command = [
+        "reproduce",
+        "uci",
+        "--data",
+        tmp_path / "data",
+        "--scale",
+        "tiny",
+        "--block",
+        "yacht",
+        "--methods",
+        "adam",
+    ]
+    assert "1 of 1 sets and methods are to be run" in invoke(*command, "--dry-run").output
+    done = invoke(*command)
+    assert done.exit_code == 0, done.output
+    assert re.search(r"yacht +Adam +log-likelihood", done.output)
+    assert (tmp_path / "runs" / "uci" / "part.json").exists()  # a part does not replace the record of everything
+    assert "0 of 1" in invoke(*command, "--dry-run").output
+    for wrong, message in (
+        (["reproduce", "uci", "table1"], "uci is a study of its own"),
+        (["reproduce", "uci", "--scale", "reduced"], "no reduced scale"),
+        (["reproduce", "uci", "--block", "cars"], "there is no UCI set 'cars'"),
+    ):
+        assert message in str(invoke(*wrong).exception)

@@ -17,15 +17,15 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from bsam.experiments.choices import Scale
 from bsam.experiments.config import Config
 from bsam.experiments.options import Work
-from bsam.experiments.recorded_runs import Scale
 from bsam.experiments.reproduce.execute import execute
 from bsam.experiments.reproduce.machines import check_options, find_storage, machines
 from bsam.experiments.reproduce.plan import Plan, Task
 from bsam.experiments.reproduce.show import scale_note
 from bsam.experiments.reproduce.storage import work_in_storage
-from bsam.experiments.reproduce.timing import Estimate, estimate
+from bsam.experiments.reproduce.timing import estimate, estimate_elsewhere, read_records
 from bsam.experiments.reproduce.workers import Item, share_cores
 from bsam.experiments.runs import choose_device
 from bsam.experiments.stacks import find_stack
@@ -197,10 +197,8 @@ def _show_plan(
     if not plan.tasks:
         console.print(f"All {len(plan.recorded)} runs are recorded in {records}.", highlight=False)
         return
-    estimates: dict[str, Estimate] = {}
-    if device is not None:
-        with console.status("timing a few steps"):
-            estimates = estimate(plan.tasks, records, device)
+    known = read_records(records)
+    estimates = {} if device is None else estimate(plan.tasks, known, device)
     left = Counter(task.name for task in plan.tasks)
     there = Counter(task.name for task in plan.recorded)
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
@@ -217,7 +215,7 @@ def _show_plan(
         table.add_row(*row)
     console.print(table)
     what = f"{len(plan.tasks)} runs to do, {len(plan.recorded)} recorded"
-    if not estimates:
+    if device is None:
         console.print(f"{what}.", highlight=False)
         return
     seconds = [task.share_left * (estimates[task.name].seconds or 0.0) for task in plan.tasks]
@@ -225,8 +223,13 @@ def _show_plan(
         what += f"; about {_clock(sum(seconds))} of training on {device}"
         what += f", {_clock(sum(seconds) / jobs)} with {jobs} jobs if they do not slow each other" if jobs > 1 else ""
         what += ". Evaluation comes on top"
+    if device.type == "cpu" and scale != "tiny" and (elsewhere := estimate_elsewhere(plan.tasks, known)):
+        gpu, total = elsewhere
+        what += f". On one {gpu}, by its records: about {_clock(total)}"
     console.print(
-        f"{what}. By: `records` of the same run on such a device, or `timed` steps on random images.", highlight=False
+        f"{what}. By: `records` of the same run on such a device, records of `similar` runs in proportion to the work, "
+        "or one `timed` gradient of the network.",
+        highlight=False,
     )
 
 

@@ -15,6 +15,7 @@ from bsam.experiments.record import read_json, write_json
 from bsam.experiments.reproduce.plan import Task
 from bsam.experiments.runs import Run, RunBusyError, holds_run, is_finished
 from bsam.experiments.stacks import Stack, find_stack
+from bsam.experiments.suites import evaluate_suites, record_ensemble_suites
 from bsam.experiments.trainer import Trainer
 from bsam.files import locked
 
@@ -63,15 +64,14 @@ def execute(
         for task in tasks:
             if task.folder.resolve() not in errors:
                 try:
-                    _evaluate(task, functools.partial(evaluate, device=device, data=data, prepare=prepare))
+                    _evaluate(task, device=device, data=data, prepare=prepare)
                     done.append(task)
                 except FloatingPointError as error:
                     errors[task.folder.resolve()] = error
         for name, count in Counter(task.name for task in done).items():
             if count > 1:
                 first = next(task for task in done if task.name == name)
-                record, runs = first.record.with_name("ensemble.json"), first.folder.parent
-                write_ensemble(record, runs, first.part, preset=first.preset, scale=first.scale, config=first.config)
+                _write_ensemble(first, data)
         for task in tasks:
             if task.folder.resolve() in errors:
                 on_divergence(task, errors[task.folder.resolve()])
@@ -117,28 +117,44 @@ def _train(
     return errors
 
 
-def _evaluate(task: Task, evaluate: Callable[..., Any]) -> None:
-    """Make missing evaluations, and copy the record to the folder of records."""
+def _evaluate(task: Task, **options: Any) -> None:
+    """Make missing evaluations and suites, and copy the record to the folder of records."""
     run_record = task.folder / "record.json"
     done = read_json(run_record)["evaluations"].get(task.part, {})
     for temperature in (None, *task.temperatures):
         counts = [count for count, at in task.evaluations if at == temperature]
         missing = [count for count in counts if evaluation_name(count, temperature, task.config) not in done]
         if missing:
-            evaluate(task.folder, samples=missing, part=task.part, temperature=temperature)
+            evaluate(task.folder, samples=missing, part=task.part, temperature=temperature, **options)
+    if task.suites:
+        evaluate_suites(task.folder, task.suites, samples=task.samples, **options)
     origin = {"scale": task.scale, "changes": list(task.changes)} if task.changes else {"scale": task.scale}
     publish({**read_json(run_record), **origin}, task.record)
+
+
+def _write_ensemble(task: Task, data: Path | None) -> None:
+    """Write the record of the ensemble of all runs beside a task's, with those suites that all of them have."""
+    path = task.record.with_name("ensemble.json")
+    members = write_ensemble(
+        path, task.folder.parent, task.part, preset=task.preset, scale=task.scale, config=task.config
+    )
+    names = [str(count) for count in task.samples]
+    kept = [f"{suite}-{name}" for suite in task.suites for name in names]
+    if kept and members and all((run / "suites" / each).is_dir() for run in members for each in kept):
+        record_ensemble_suites(path, members, task.suites, names, task.config, data)
 
 
 def publish(content: dict[str, Any], record: Path) -> None:
     """Write a record. Evaluations of the same training that only the old record has are kept."""
 
     def training(of: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in of.items() if key not in ("evaluations", "scale", "changes")}
+        return {key: value for key, value in of.items() if key not in ("evaluations", "suites", "scale", "changes")}
 
     before = read_json(record) if record.exists() else {}
     if training(before) == training(content):
         known, new = before["evaluations"], content["evaluations"]
         content = content | {"evaluations": {part: known.get(part, {}) | new.get(part, {}) for part in known | new}}
+        if suites := before.get("suites", {}) | content.get("suites", {}):
+            content = content | {"suites": suites}
     record.parent.mkdir(parents=True, exist_ok=True)
     write_json(record, content)

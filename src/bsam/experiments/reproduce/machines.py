@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from bsam.experiments.choices import Scale
 from bsam.experiments.options import Work
-from bsam.experiments.recorded_runs import Scale
 from bsam.experiments.reproduce.cluster import check_address, connected, marked
 from bsam.experiments.reproduce.storage import Storage
 from bsam.experiments.reproduce.workers import run_all, share_cores

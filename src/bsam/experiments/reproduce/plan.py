@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bsam.experiments.choices import DtypeName, Scale
 from bsam.experiments.comparison import find_table
-from bsam.experiments.config import Config, DtypeName, override
+from bsam.experiments.config import Config, override
 from bsam.experiments.methods import METHODS
 from bsam.experiments.paper.beyond import all_tables, beyond, own_dtype
-from bsam.experiments.recorded_runs import Recorded, Scale, recorded, same_run
+from bsam.experiments.recorded_runs import Recorded, recorded, same_run
 from bsam.experiments.reproduce.scales import scaled
+from bsam.experiments.suites import choose
 
 __all__ = ["Places", "Plan", "Task", "Wanted", "find_places", "find_recorded", "make_plan", "settle", "wanted_by_table"]
 
@@ -55,6 +57,8 @@ class Task:
     """Part of the data for the evaluation."""
     temperatures: tuple[float, ...] = ()
     """Temperatures of further evaluations, beside the one of its settings."""
+    suites: tuple[str, ...] = ()
+    """Suites to evaluate, with `samples`."""
     also: tuple[int, ...] = ()
     """Further numbers of samples for new evaluations; a record without them is complete, too."""
 
@@ -146,17 +150,27 @@ def find_recorded(wanted: Wanted, scale: Scale, records: Path) -> dict[int, Reco
 
 
 def make_plan(
-    wanted: Iterable[Wanted], *, seeds: int, scale: Scale, places: Places, dtype: DtypeName | None = None
+    wanted: Iterable[Wanted],
+    *,
+    seeds: int,
+    first_seed: int = 0,
+    scale: Scale,
+    places: Places,
+    dtype: DtypeName | None = None,
+    suites: Iterable[str] = (),
 ) -> Plan:
-    """Make a task for every run and seed; it is left to do unless it is recorded with all its numbers of samples.
+    """Make a task for every run and seed; it is left to do unless it is recorded with all samples and suites.
 
     Args:
         wanted: The runs.
         seeds: Number of seeds per run.
+        first_seed: The first of them.
         scale: Scale of the runs.
         places: Folders of the results.
         dtype: Dtype of the gradients, if not the presets'. A run that is recorded in another dtype is not run again.
+        suites: Names of suites, or `shift` for all that fit a run's data.
     """
+    suites = tuple(suites)
     samples: dict[str, set[int]] = {}
     runs: dict[str, Wanted] = {}
     for want in wanted:
@@ -173,7 +187,8 @@ def make_plan(
         counts = tuple(sorted(samples[name]))
         temperatures = tuple(t for t in TEMPERATURES if t != config.temperature)
         later: dict[str, Any] = {"also": ALSO, "temperatures": temperatures}
-        for seed in range(seeds):
+        fitting = choose(suites, config.dataset)
+        for seed in range(first_seed, first_seed + seeds):
             task = Task(
                 name=name,
                 preset=same_run(want.preset)[0],
@@ -182,10 +197,15 @@ def make_plan(
                 config=config,
                 changes=want.changes if name == want.name else (),
                 samples=counts,
+                suites=fitting,
                 folder=places.runs / name / f"seed{seed}",
                 record=places.records / name / f"seed{seed}.json",
                 **(later if scale == "full" and not METHODS[config.method].is_point else {}),
             )
-            done = seed in found and all(str(count) in found[seed].test for count in counts)
+            done = seed in found and all(
+                str(count) in known
+                for known in (found[seed].test, *(found[seed].suites.get(suite, {}) for suite in fitting))
+                for count in counts
+            )
             (there if done else left).append(task)
     return Plan(tuple(left), tuple(there))
