@@ -99,6 +99,7 @@ MIRRORED_ELSEWHERE = {
     "bsam/experiments/report/diagrams.py": "experiments/report/test_paper_page.py",
     "bsam/experiments/report/gallery.py": "experiments/report/test_paper_page.py",
     "bsam/experiments/report/page.py": "experiments/report/test_demo_page.py",
+    "bsam/experiments/reproduce/machines.py": "experiments/reproduce/test_carry_out.py",
     "bsam/experiments/reproduce/show.py": "experiments/reproduce/test_batch_commands.py",
     "bsam/experiments/suites/ratings.py": "experiments/suites/test_of_runs.py",
     "bsam/experiments/suites/show.py": "experiments/suites/test_of_runs.py",

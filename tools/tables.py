@@ -19,7 +19,7 @@ from typing import Any
 from bsam.experiments.comparison import TABLES, compare
 from bsam.experiments.record import read_json
 from bsam.files import write_text
-from tools import out_of_the_box, shards, speeds, trainers, uci, variances
+from tools import out_of_the_box, scale, shards, speeds, trainers, uci, variances
 from tools.markdown import (
     block_markdown,
     comparison_markdown,
@@ -38,6 +38,9 @@ _OF_A_RECORD: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "demo": (demo_markdown, "bsam demo"),
     "trainers": (trainers.markdown, "benchmarks/trainers.py"),
     "fsdp": (shards.markdown, "benchmarks/fsdp.py"),
+    "scale/measured": (scale.measured_markdown, "benchmarks/scale.py"),
+    "scale/computed": (scale.computed_markdown, "benchmarks/scale.py"),
+    "scale/memory": (scale.memory_markdown, "benchmarks/scale.py"),
     **{name: (study_markdown, f"bsam {name.replace('_', ' ')}") for name in _STUDIES},
     **{name: (tuning_markdown, f"bsam {name.replace('tuning_', 'tune ')}") for name in _TUNINGS},
     **{
