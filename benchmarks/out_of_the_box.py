@@ -12,6 +12,7 @@ The kinds of settings:
 - `converted-sgd`, `converted-adamw`: the line of SGD or of AdamW in `DEFAULTS`, converted by `converted`.
 - `random`: the reference. Eight random settings per optimizer, the same for all problems, have one run each; the best
   one by the NLL of the validation examples is trained again with every seed.
+- `tuned-sgd`, `tuned-adamw`: bSAM with the best random settings of SGD or of AdamW for this problem, converted.
 - `variant:NAME`: bSAM with keywords from the command line, on the problems for choosing only.
 
 A run fails if it raises, if a number is not finite, or if its accuracy is at chance (`Data.failure_threshold`). In the
@@ -220,6 +221,7 @@ def perform(run: Run, folder: Path) -> dict[str, Any]:
         "seed": run.seed,
         "part": run.part,
         "key": run.key,
+        "commit": environment()["commit"],
         "error": None,
         "mean": None,
         "averaged": None,
@@ -396,9 +398,12 @@ def best_random(arguments: argparse.Namespace, tries: list[dict[str, Any]]) -> l
     for (problem, optimizer), own in groups.items():
         k = int(min(own, key=rating)["kind"].removeprefix("random-"))
         settings = random_settings(optimizer)[k]
+        rows = [(optimizer, "random", settings)]
+        source = optimizer.lower()
+        if "converted" in arguments.kinds and "BSAM" in arguments.optimizers and source in SOURCES:
+            rows.append(("BSAM", f"tuned-{source}", converted("BSAM", **{source: settings})))
         runs += [
-            Run(problem, optimizer, "random", settings, seed, "test", arguments.max_steps)
-            for seed in range(arguments.seeds)
+            Run(problem, *row, seed, "test", arguments.max_steps) for row in rows for seed in range(arguments.seeds)
         ]
     return runs
 

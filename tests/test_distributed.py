@@ -13,13 +13,10 @@ from torch import nn
 
 import bsam
 from tests import optimizers
+from tests.forked import SERVER
 from tests.optimizers import METHODS
 
 STEPS = 6
-
-# The ranks are forked from a process of their own, which imports this module, and what torch imports in a first step,
-# once; a fresh start of each would be most of the time.
-mp.get_context("forkserver").set_forkserver_preload([__name__, "torch._dynamo"])
 
 
 class Net(nn.Module):
@@ -78,7 +75,7 @@ def result(model, optimizer, losses):
 
 def start_ranks(function, arguments):
     """Run `function(rank, *arguments)` in two processes."""
-    mp.start_processes(function, arguments, nprocs=2, start_method="forkserver")
+    mp.start_processes(function, arguments, nprocs=2, start_method=SERVER.get_start_method())
 
 
 def leave():

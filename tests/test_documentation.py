@@ -130,16 +130,6 @@ def test_the_demo_is_set_as_it_was_tuned_and_recorded():
         assert from_mapping(recorded[method]["config"]) == config
 
 
-def test_the_sizes_of_gradients_are_quoted_as_recorded():
-    problems = json.loads((ROOT / "results" / "gradient_sizes.json").read_text())["problems"].values()
-    page = " ".join((ROOT / "docs" / "coming_from.md").read_text().split())
-    parameters, norms, typical = ([each[name] for each in problems] for name in ("parameters", "norm", "typical"))
-    assert f"{min(parameters):,} to {max(parameters):,} parameters" in page
-    assert f"norms from {min(norms):.2f} to {max(norms):.1f}" in page
-    mean = statistics.geometric_mean(typical)
-    assert f"between {min(typical):.2f} and {max(typical):.1f}, with a geometric mean of {mean:.2f}" in page
-
-
 def test_the_conventions_are_quoted_as_recorded():
     answers = json.loads((ROOT / "results" / "conventions.json").read_text())["answers"]
     page = (ROOT / "docs" / "algorithm.md").read_text()

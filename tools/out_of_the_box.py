@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["means_markdown", "problems_markdown"]
+__all__ = ["means_markdown", "problems_markdown", "rates_markdown"]
 
 _NAMES = {"BSAM": "bSAM"}
 _KINDS = {
     "defaults": "defaults",
     "converted-sgd": "from SGD's",
     "converted-adamw": "from AdamW's",
+    "tuned-sgd": "from the best SGD's",
+    "tuned-adamw": "from the best AdamW's",
     "random": "best of 8 random",
 }
 
@@ -39,6 +41,14 @@ def problems_markdown(record: dict[str, Any]) -> str:
     for problem, rows in record["summary"].items():
         cells = [f"{rows[row]['accuracy']:.3f} / {rows[row]['nll']:.3f}" if row in rows else "-" for row in shown]
         lines.append(f"| `{problem}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def rates_markdown(record: dict[str, Any]) -> str:
+    """Write accuracy and NLL, averaged over the problems, of AdamW and of bSAM with rates by several rules."""
+    lines = ["| optimizer, learning rate | accuracy | NLL |", "|---|---|---|"]
+    for row, cell in record["means"].items():
+        lines.append(f"| {row} | {cell['accuracy']:.3f} | {cell['nll']:.3f} |")
     return "\n".join(lines)
 
 

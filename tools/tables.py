@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from bsam.experiments.comparison import TABLES, compare
 from bsam.experiments.record import read_json
@@ -33,15 +34,19 @@ __all__ = ["main", "pages", "render", "rewrite"]
 
 _STUDIES = ("sweep_rho", "ablate_noise", "ablate_samples", "ablate_splits", "ablate_curvature")
 _TUNINGS = ("tuning_cifar10", "tuning_cifar10_60")
-_OUT_OF_THE_BOX = {
-    "out_of_the_box": out_of_the_box.means_markdown,
-    "out_of_the_box/problems": out_of_the_box.problems_markdown,
-    "out_of_the_box_choosing": out_of_the_box.means_markdown,
-    "out_of_the_box_choosing/problems": out_of_the_box.problems_markdown,
-    "out_of_the_box_few": out_of_the_box.means_markdown,
-    "out_of_the_box_few/problems": out_of_the_box.problems_markdown,
-    "out_of_the_box_few_choosing": out_of_the_box.means_markdown,
+_OF_A_RECORD: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
+    "demo": (demo_markdown, "bsam demo"),
+    "trainers": (trainers.markdown, "benchmarks/trainers.py"),
+    **{name: (study_markdown, f"bsam {name.replace('_', ' ')}") for name in _STUDIES},
+    **{name: (tuning_markdown, f"bsam {name.replace('tuning_', 'tune ')}") for name in _TUNINGS},
+    **{
+        f"out_of_the_box{part}{what}": (markdown, "benchmarks/out_of_the_box.py")
+        for part in ("", "_choosing", "_few", "_few_choosing")
+        for what, markdown in (("", out_of_the_box.means_markdown), ("/problems", out_of_the_box.problems_markdown))
+    },
+    "adamw_rates": (out_of_the_box.rates_markdown, "benchmarks/adamw_rates.py"),
 }
+"""Tables of one record, results/NAME.json: how each is written, and which command makes the record."""
 _OF_ALL_TABLES = {"counts": counts_markdown, "margins": margins_markdown}
 _BEGIN = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)
 _END = "<!-- end -->"
@@ -56,9 +61,8 @@ def render(name: str, results: Path) -> str:
     """Write a table in Markdown.
 
     Args:
-        name: demo, speeds, trainers, table1 to table6, one block of a table like table1/cifar10, counts or margins of
-            all tables, sweep_rho, ablate_NAME, tuning_NAME, or out_of_the_box, also with _choosing, _few or
-            _few_choosing, and with /problems.
+        name: table1 to table6, one block of a table like table1/cifar10, counts or margins of all tables, speeds, or
+            the name of a record with a table of its own.
         results: The folder of the records.
     """
     if name in TABLES:
@@ -71,22 +75,13 @@ def render(name: str, results: Path) -> str:
         return block_markdown(found[block])
     if name in _OF_ALL_TABLES:
         return _OF_ALL_TABLES[name]([compare(each, results / "runs") for each in TABLES])
-    if name == "demo":
-        return demo_markdown(read_json(results / "demo.json"))
     if name == "speeds":
         return speeds.markdown(results)
-    if name == "trainers":
-        path = results / "trainers.json"
-        return trainers.markdown(read_json(path)) if path.exists() else "Not recorded yet: `benchmarks/trainers.py`."
-    if name in _OUT_OF_THE_BOX:
-        return _OUT_OF_THE_BOX[name](read_json(results / f"{table}.json"))
-    if name in (*_STUDIES, *_TUNINGS):
-        path = results / f"{name}.json"
-        if not path.exists():
-            return f"Not recorded yet: `bsam {name.replace('tuning', 'tune').replace('_', ' ')}`."
-        markdown = tuning_markdown if name in _TUNINGS else study_markdown
-        return markdown(read_json(path))
-    known = ", ".join(["demo", "speeds", *TABLES, *_OF_ALL_TABLES, *_OUT_OF_THE_BOX, *_STUDIES, *_TUNINGS])
+    if name in _OF_A_RECORD:
+        markdown, command = _OF_A_RECORD[name]
+        path = results / f"{table}.json"
+        return markdown(read_json(path)) if path.exists() else f"Not recorded yet: `{command}`."
+    known = ", ".join(["speeds", *TABLES, *_OF_ALL_TABLES, *_OF_A_RECORD])
     raise ValueError(f"there is no table {name!r} to fill in: between its marks a page may have {known}.")
 
 

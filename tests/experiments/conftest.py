@@ -9,6 +9,7 @@ import tempfile
 import pytest
 
 from bsam.experiments.data import load
+from tests.forked import Command
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,14 +44,18 @@ def digits():
 
 
 @pytest.fixture
-def bsam_command():
+def bsam_command(tmp_path_factory):
     """Starts `bsam` in a process of its own; none outlives the test."""
     started = []
 
     def start(*arguments, before="", wrapper=()):
+        arguments = [str(argument) for argument in arguments]
+        if not before and not wrapper:
+            started.append(Command(arguments, tmp_path_factory.getbasetemp()))
+            return started[-1]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         code = f"{before}\nimport torch; torch.set_num_threads(1); from bsam.experiments.cli import main; main()"
-        command = [*map(str, wrapper), sys.executable, "-c", code, *map(str, arguments)]
+        command = [*map(str, wrapper), sys.executable, "-c", code, *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, env=environment, **pipes))
         return started[-1]
@@ -58,6 +63,7 @@ def bsam_command():
     yield start
     for process in started:
         process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
+        if isinstance(process, subprocess.Popen):
+            process.wait()
+            process.stdout.close()
+            process.stderr.close()

@@ -206,8 +206,8 @@ def test_devices():
     ("method", "number"), [("bsam", signal.SIGKILL), ("swag", signal.SIGTERM), ("sam-adam", signal.SIGINT)]
 )
 def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(method, number, tmp_path, bsam_command):
-    # Some seconds of work, so that the kills find it at it; SWAG's steps are plain SGD's and take the least time.
-    epochs = ["epochs=150", "swag_epochs=50"] if method == "swag" else ["epochs=20"]
+    # Two seconds of work, so that three kills find it at it; SWAG's steps are plain SGD's and take the least time.
+    epochs = ["epochs=60", "swag_epochs=20"] if method == "swag" else ["epochs=8"]
     augmented = f"augment={'false' if method == 'swag' else 'true'}"
     changes = [f for c in [*SHORT[method], *epochs, "batch_size=20", augmented] for f in ("--set", c)]
     options = ["--save-minutes", "0.001", "--device", "cpu"]

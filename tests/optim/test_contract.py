@@ -8,9 +8,6 @@ import copy
 import inspect
 import io
 import pickle
-import subprocess
-import sys
-import textwrap
 import warnings
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import MutableMapping
@@ -23,6 +20,7 @@ from torch.optim import lr_scheduler
 
 import bsam
 from tests.extragradient import Extragradient
+from tests.forked import call
 from tests.optim.contract import assert_same, batch, cross_entropy, network, snapshot, take_step, weights
 from tests.optimizers import METHODS, make
 from tests.problems import holding
@@ -334,16 +332,7 @@ def train_and_save(name, path, start, stop):
 def test_ten_steps_and_ten_in_a_new_process_are_twenty(name, tmp_path):
     train_and_save(name, tmp_path / "twenty", 0, 20)
     train_and_save(name, tmp_path / "halves", 0, 10)
-    code = """
-        import sys
-        import torch
-        from tests.optim.test_contract import train_and_save
-
-        torch.set_num_threads(1)
-        train_and_save(*sys.argv[1:], 10, 20)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code), name, str(tmp_path / "halves")]
-    subprocess.run(command, check=True, timeout=120)
+    call(train_and_save, name, tmp_path / "halves", 10, 20)
     assert_same(*(torch.load(tmp_path / each, weights_only=True) for each in ("halves", "twenty")))
 
 

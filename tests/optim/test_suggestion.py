@@ -23,7 +23,7 @@ def made_with(settings, parameters):
 )
 def test_the_line_makes_the_optimizer_of_the_conversion(source, line):
     parameters = [nn.Parameter(torch.zeros(7, 10))]
-    suggestion = bsam.suggest(**{source: line}, num_data=600, num_parameters=70)
+    suggestion = bsam.suggest(**{source: line}, num_data=600)
     convert = getattr(bsam.BSAM, f"from_{source}")
     expected = convert(parameters, **line, num_data=600).param_groups[0]
     suggested = made_with(suggestion.settings, parameters)
@@ -43,15 +43,8 @@ def test_settings_that_are_missing_are_those_of_torch():
         group = optimizer(parameters).param_groups[0]
         names = ("lr", "weight_decay", "momentum" if source == "sgd" else "betas")
         line = {name: group[name] for name in names}
-        short, whole = (bsam.suggest(**{source: given}, num_data=10, num_parameters=2) for given in ({}, line))
+        short, whole = (bsam.suggest(**{source: given}, num_data=10) for given in ({}, line))
         assert short.settings == whole.settings
-
-
-def test_a_size_that_was_measured_needs_no_number_of_parameters():
-    suggestion = bsam.suggest(adamw={"lr": 1e-3}, num_data=100, gradient_size=1e-3)
-    assert suggestion.settings["lr"] == pytest.approx(1.0)
-    assert "guess" not in suggestion.reasons["lr"]
-    assert "0.3 / sqrt(900)" in bsam.suggest(adamw={}, num_data=100, num_parameters=900).reasons["lr"]
 
 
 @pytest.mark.parametrize(
@@ -62,8 +55,6 @@ def test_a_size_that_was_measured_needs_no_number_of_parameters():
         ({"sgd": {"nesterov": True}}, "nesterov of SGD has no counterpart"),
         ({"sgd": {"lr": 0.0}}, "lr=0.0 must be a finite number > 0"),
         ({"sgd": {"momentum": 1.0}}, "momentum=1.0 must lie in"),
-        ({"adamw": {}}, "need num_parameters"),
-        ({"adamw": {}, "num_parameters": 0}, "num_parameters=0"),
         ({"sgd": {}, "num_data": 0}, "num_data=0"),
     ],
 )

@@ -35,3 +35,8 @@ def test_problems_have_the_defaults_of_every_optimizer():
     assert lines[0] == "| problem | SGD | bSAM |"
     assert lines[2] == "| `digits` | 0.900 / 0.200 | 0.950 / 0.150 |"
     assert lines[3] == "| `wine` | - | 0.600 / 0.900 |"
+
+
+def test_rates_have_a_row_per_rule():
+    lines = out_of_the_box.rates_markdown({"means": {"AdamW, best rate": cell(0.9, 0.2, None)}}).splitlines()
+    assert lines[2] == "| AdamW, best rate | 0.900 | 0.200 |"

@@ -392,13 +392,6 @@ def suggest(
     adamw: Annotated[
         str | None, typer.Option(metavar="KEY=VALUE,...", help="lr, beta1, beta2, weight_decay of AdamW.")
     ] = None,
-    num_parameters: Annotated[
-        int | None, typer.Option(min=1, help="Number of parameters that are trained, for --adamw.")
-    ] = None,
-    gradient_size: Annotated[
-        float | None,
-        typer.Option(help="Size of the gradient in a typical weight, for --adamw.", show_default="from the parameters"),
-    ] = None,
 ) -> None:
     """Convert settings of SGD or AdamW that work into a line of bSAM.
 
@@ -406,7 +399,7 @@ def suggest(
 
     [bold]bsam suggest --sgd lr=0.1,momentum=0.9,weight_decay=5e-4 --num-data 50000[/bold]
 
-    [bold]bsam suggest --adamw lr=1e-3,weight_decay=0.01 --num-data 50000 --num-parameters 270000[/bold]
+    [bold]bsam suggest --adamw lr=1e-3,weight_decay=0.01 --num-data 50000[/bold]
     """
     line = None if adamw is None else _numbers("--adamw", adamw, "lr=1e-3,weight_decay=0.01")
     if line is not None and {"beta1", "beta2"} & set(line):
@@ -415,8 +408,6 @@ def suggest(
         sgd=None if sgd is None else _numbers("--sgd", sgd, "lr=0.1,momentum=0.9"),
         adamw=line,
         num_data=num_data,
-        num_parameters=num_parameters,
-        gradient_size=gradient_size,
     )
     typer.echo(str(suggestion))
 

@@ -45,7 +45,6 @@ State of a parameter: `momentum` (g_m), `unit_precision` (s) and `step`; float32
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -273,54 +272,40 @@ class BSAM(GaussianOptimizer):
     def from_adamw(
         cls,
         params: Any,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.01,
         *,
         num_data: float,
-        gradient_size: float | None = None,
         **further: Any,
     ) -> BSAM:
-        """Make a bSAM with steps about as long as those of `torch.optim.AdamW(params, lr, betas, weight_decay)`.
+        """Make a bSAM for a problem on which `torch.optim.AdamW(params, lr, betas, weight_decay)` works.
 
-        AdamW divides the average gradient of each weight by its size, so that a weight moves by about lr. At s = 1
-        bSAM moves it by alpha |g|. So alpha is lr / `gradient_size`, where `gradient_size` is |g| of a typical weight.
-        AdamW shrinks the weights by lr weight_decay per step, bSAM by alpha delta / s. So at s = 1 the weight decay of
-        bSAM is weight_decay * `gradient_size`.
+        There is no algebra between the two: AdamW divides a gradient by its size, bSAM by a precision. The conversion
+        is a rule that was found by trying rates of both on small problems (docs/coming_from.md). AdamW's defaults become
+        bSAM's. Where AdamW needs a rate that is ten times larger, bSAM needs about three times its own:
 
-        Exact at s = 1, whatever the size is: the decay per step and the memory of the averages. An estimate: the length
-        of the steps, because AdamW has a step size for each weight and bSAM nearly the same one for all, and because
-        the steps of bSAM get shorter with the gradients.
+            lr of bSAM  =  sqrt(lr of AdamW / 0.001)
+
+        beta1 is AdamW's. Weights that AdamW decays have bSAM's default weight decay, and the others none: AdamW takes
+        lr * weight_decay of a weight per step, which is usually too little to say how strong the prior is. beta2 and all
+        other options are bSAM's defaults, because AdamW's beta2 is the memory of another average.
 
         Args:
             params: Parameters, named parameters, or groups of them. `lr` and `weight_decay` of a group are AdamW's.
             lr: Learning rate of AdamW.
-            betas: Decays of AdamW's averages.
-            weight_decay: Weight decay of AdamW.
+            betas: Decays of AdamW's averages. The second is not used.
+            weight_decay: Weight decay of AdamW. Only whether it is 0 is used.
             num_data: Number of training examples.
-            gradient_size: Size of a minibatch's gradient in a typical weight: the median of `sqrt(exp_avg_sq)` in the
-                state of an AdamW that has trained. By default 0.3 / sqrt(D) for D trained parameters: a gradient with a
-                norm of about 1, of which few weights have the larger part.
-            further: Options of bSAM that differ from those derived here. By default `rho` is 0.05, as is common for
-                SAM, `damping`, `init_precision` and `max_grad_norm` are 1, and `sqrt_num_data` is False.
+            further: Options of bSAM that differ from its defaults. To set the strength of the prior, use `bsam.BSAM` with
+                the other settings that `bsam.suggest` prints.
         """
-        settings = {
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "damping": 1.0,
-            "init_precision": 1.0,
-            "rho": 0.05,
-            "sqrt_num_data": False,
-            "max_grad_norm": 1.0,
-        }
+        settings = {"betas": (betas[0], 0.99), "weight_decay": weight_decay}
         optimizer = cls(params, lr, num_data=num_data, **{**settings, **further})
-        if gradient_size is None:
-            weights = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            gradient_size = 0.3 / math.sqrt(sum(p.numel() for p in weights) or 1)
-        options.positive("gradient_size", gradient_size)
+        prior = 5e-4 * optimizer.effective_num_data
         for group in (optimizer.defaults, *optimizer.param_groups):
-            group["lr"] = group["lr"] / gradient_size
-            group["prior_precision"] = group["prior_precision"] * gradient_size
+            group["lr"] = (group["lr"] / 1e-3) ** 0.5
+            group["prior_precision"] = prior if group["prior_precision"] > 0 else 0.0
         return optimizer
 
     def _check_group(self, group: dict[str, Any]) -> None:

@@ -46,8 +46,6 @@ def suggest(
     sgd: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     num_data: float,
-    num_parameters: int | None = None,
-    gradient_size: float | None = None,
 ) -> Suggestion:
     """Suggest settings of bSAM for a problem on which SGD or AdamW works.
 
@@ -55,9 +53,6 @@ def suggest(
         sgd: Settings of `torch.optim.SGD`: `lr`, `momentum` and `weight_decay`. Missing ones have torch's defaults.
         adamw: Settings of `torch.optim.AdamW`: `lr`, `betas` and `weight_decay`. Give either `sgd` or `adamw`.
         num_data: Number of training examples.
-        num_parameters: Number of parameters that are trained, for AdamW's settings.
-        gradient_size: Size of the gradient in a typical weight, for AdamW's settings, as `BSAM.from_adamw` explains it.
-            By default 0.3 / sqrt(num_parameters).
 
     Examples:
         >>> suggestion = suggest(sgd={"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}, num_data=50_000)
@@ -71,22 +66,13 @@ def suggest(
     options.positive("num_data", num_data)
     if sgd is not None:
         line = _complete("SGD", sgd, _SGD)
-        made = BSAM.from_sgd(_parameters(1), **line, num_data=num_data)
+        made = BSAM.from_sgd(_parameters(), **line, num_data=num_data)
         reasons = _sgd_reasons(**line)
     else:
         assert adamw is not None
         line = _complete("AdamW", adamw, _ADAMW)
-        if num_parameters is None and gradient_size is None:
-            raise ValueError(
-                "the settings of AdamW need num_parameters, because it tells how large gradients are: "
-                "sum(p.numel() for p in model.parameters() if p.requires_grad)."
-            )
-        if num_parameters is not None:
-            options.count("num_parameters", num_parameters)
-        made = BSAM.from_adamw(_parameters(num_parameters or 1), **line, num_data=num_data, gradient_size=gradient_size)
-        size = f"{line['lr'] / made.param_groups[0]['lr']:.2g}"
-        guess = "" if gradient_size else f", a guess: 0.3 / sqrt({num_parameters})"
-        reasons = _adamw_reasons(**line, size=size, guess=guess)
+        made = BSAM.from_adamw(_parameters(), **line, num_data=num_data)
+        reasons = _adamw_reasons(**line)
     (group,) = made.param_groups
     prior = group["prior_precision"]
     reasons = {
@@ -94,11 +80,11 @@ def suggest(
         "num_data": "The number of training examples.",
         "betas": reasons["betas"],
         "weight_decay": f"{reasons['weight_decay']} It is a prior of precision weight_decay * num_data = {prior:.4g}.",
-        "damping": "With it the precision s stays at 1 where gradients are small.",
-        "init_precision": f"The precision starts where it stays. The noise of a weight is then "
-        f"1 / sqrt(num_data) = {1 / math.sqrt(num_data):.2g}.",
-        "rho": "A choice, not a conversion: with s = 1 and gradients of norm 1 it is SAM's usual radius.",
-        "sqrt_num_data": "The conversion holds while s is near 1, where the curvature without this factor leaves it.",
+        "damping": reasons["damping"],
+        "init_precision": f"The precision s starts here. The noise of a weight is then 1 / sqrt(num_data) = "
+        f"{1 / math.sqrt(num_data):.2g}.",
+        "rho": reasons["rho"],
+        "sqrt_num_data": reasons["sqrt_num_data"],
         "max_noise": "At most this share of the weights of a matrix is noise; it matters for few data and wide layers.",
         "max_grad_norm": reasons["max_grad_norm"],
     }
@@ -110,18 +96,24 @@ def _sgd_reasons(lr: float, momentum: float, weight_decay: float) -> dict[str, s
         "lr": f"{lr} / (1 - {momentum}): the momentum of SGD is a sum of gradients, that of bSAM an average.",
         "betas": "The first is SGD's momentum. With the second, s forgets its start in about 100 steps.",
         "weight_decay": "That of SGD.",
+        "damping": "With it the precision s stays at 1 where gradients are small.",
+        "rho": "A choice, not a conversion: with s = 1 and gradients of norm 1 it is SAM's usual radius.",
+        "sqrt_num_data": "The conversion holds while s is near 1, where the curvature without this factor leaves it.",
         "max_grad_norm": "Clips the norm of the gradient at the perturbed weights; None clips nothing, as SGD.",
     }
 
 
-def _adamw_reasons(lr: float, betas: tuple[float, float], weight_decay: float, size: str, guess: str) -> dict[str, str]:
+def _adamw_reasons(lr: float, betas: tuple[float, float], weight_decay: float) -> dict[str, str]:
     return {
-        "lr": f"{lr} / {size}: a weight moves by {lr}, as with AdamW, where its gradient is {size}{guess}.",
-        "betas": "Those of AdamW.",
-        "weight_decay": f"{weight_decay} * {size}: a step takes {lr} * {weight_decay} = {lr * weight_decay:.2g} of "
-        "each weight, as with AdamW.",
-        "max_grad_norm": "Clips the gradient at the perturbed weights, because one large gradient makes no long step "
-        "of AdamW either.",
+        "lr": f"sqrt({lr} / 0.001), a rule found on small problems: AdamW's default becomes that of bSAM.",
+        "betas": f"The first is AdamW's. The second is bSAM's default: AdamW's {betas[1]} is for another average.",
+        "weight_decay": "The default, because AdamW decays the weights: how much is usually too little to be a prior."
+        if weight_decay
+        else "AdamW does not decay the weights.",
+        "damping": "The default, chosen on small problems, as are rho, sqrt_num_data and max_grad_norm.",
+        "rho": "The default.",
+        "sqrt_num_data": "The default: the derivation's factor sqrt(N) in the curvature.",
+        "max_grad_norm": "The default: it clips the norm of the gradient at the perturbed weights.",
     }
 
 
@@ -133,9 +125,9 @@ def _complete(name: str, given: Mapping[str, Any], defaults: dict[str, Any]) -> 
     return {**defaults, **given}
 
 
-def _parameters(num_parameters: int) -> list[nn.Parameter]:
-    """Return a parameter of this size that takes no memory."""
-    return [nn.Parameter(torch.empty(num_parameters, device="meta"))]
+def _parameters() -> list[nn.Parameter]:
+    """Return a parameter that takes no memory."""
+    return [nn.Parameter(torch.empty(1, device="meta"))]
 
 
 def _shown(value: Any) -> str:
