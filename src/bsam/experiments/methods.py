@@ -170,6 +170,8 @@ class Method:
     """Takes one step in a loop, and returns the loss."""
     lr_unit: Callable[[Config, int], float] = lambda config, num_data: 1.0
     """The optimizer's learning rate for a learning rate of 1 in the settings."""
+    gradients: int = 1
+    """Gradients of a batch that a step needs."""
     collector: Callable[[Config, nn.Module], bsam.SWAG] | None = None
     """Makes the object that collects snapshots in the last `swag_epochs`; None if the method collects none."""
 
@@ -184,19 +186,25 @@ _BAYES = (*_SPLITS, "prior_precision", "damping", "augmentation_factor")
 
 METHODS = {
     "sgd": Method("SGD", _plain(SGD), step=_backward_step),
-    "sam-sgd": Method("SAM-SGD", _sharpness_aware(bsam.SAM, SGD), (*_SPLITS, "rho")),
+    "sam-sgd": Method("SAM-SGD", _sharpness_aware(bsam.SAM, SGD), (*_SPLITS, "rho"), gradients=2),
     "laplace": Method(
-        "SAM + Laplace", _sharpness_aware(bsam.SAM, SGD), (*_SPLITS, "rho"), posterior=_laplace, predict=_linearised
+        "SAM + Laplace",
+        _sharpness_aware(bsam.SAM, SGD),
+        (*_SPLITS, "rho"),
+        posterior=_laplace,
+        predict=_linearised,
+        gradients=2,
     ),
     "swag": Method("SWAG", _plain(SGD), step=_backward_step, posterior=_collected, collector=_make_swag),
     "vogn": Method("VOGN", _gaussian(bsam.VOGN), (*_BAYES, "statistics"), posterior=_learned),
     "adam": Method("Adam", _plain(Adam), step=_backward_step),
-    "sam-adam": Method("SAM-Adam", _sharpness_aware(bsam.SAM, Adam), (*_SPLITS, "rho")),
+    "sam-adam": Method("SAM-Adam", _sharpness_aware(bsam.SAM, Adam), (*_SPLITS, "rho"), gradients=2),
     "bsam": Method(
         "bSAM",
         _gaussian(bsam.BSAM),
         (*_BAYES, "rho", "perturb_from", "curvature", "sqrt_num_data", "max_noise", "sample_noise"),
         posterior=_learned,
+        gradients=2,
     ),
     "ivon": Method(
         "IVON",
@@ -205,7 +213,7 @@ METHODS = {
         posterior=_learned,
         lr_unit=_first_curvature,
     ),
-    "asam-sgd": Method("ASAM-SGD", _sharpness_aware(bsam.ASAM, SGD), (*_SPLITS, "rho")),
+    "asam-sgd": Method("ASAM-SGD", _sharpness_aware(bsam.ASAM, SGD), (*_SPLITS, "rho"), gradients=2),
 }
 """By name in the settings: the methods of the paper's tables in their order, then the others."""
 
