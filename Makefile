@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo report test quick test-browser test-integrations lint types docs tables format clean
+.PHONY: demo report test quick test-browser test-integrations test-cluster lint types docs tables format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt tests/requirements-no-deps.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bsam needs Python 3.11 or newer, this is " + sys.version)'
@@ -21,10 +21,10 @@ report: $(VENV)/.installed  ## write report/paper.html from the records in resul
 	$(BIN)/bsam report
 
 test: $(VENV)/.installed  ## run the tests, the code in README and docs, and the doctests
-	$(PYTEST) -m "not browser and not integrations"
+	$(PYTEST) -m "not browser and not integrations and not cluster"
 
 quick: $(VENV)/.installed  ## run what takes about a minute on two cores: bSAM's promises, posteriors, files, the imports
-	$(PYTEST) -m "not slow and not browser and not integrations" tests/optim tests/posterior tests/test_architecture.py tests/test_files.py \
+	$(PYTEST) -m "not slow and not browser and not integrations and not cluster" tests/optim tests/posterior tests/test_architecture.py tests/test_files.py \
 	  -k "not SAM- and not VOGN and not IVON and not Extragradient"
 
 test-browser: $(VENV)/.installed  ## run the tests that look at pages in Chromium
@@ -36,6 +36,13 @@ $(VENV)/.integrations: $(VENV)/.installed
 
 test-integrations: $(VENV)/.integrations  ## run the tests with the trainers' libraries, and the code of their pages
 	$(BIN)/python -m pytest -m integrations tests/integrations tests/test_documentation.py
+
+$(VENV)/.cluster: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cluster,tune]'
+	touch $@
+
+test-cluster: $(VENV)/.cluster  ## run the tests that start several processes or nodes: sharded models, Ray, Optuna
+	$(BIN)/python -m pytest -m cluster tests
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -79,6 +79,7 @@ def test_private_names_of_torch_are_in_one_file():
 # ---------------------------------------------------------------- tests mirror the package, file for file
 
 MIRRORED_ELSEWHERE = {
+    "bsam/api.py": "test_init.py",
     "bsam/engine/sampling_triton.py": "engine/test_drawing.py",
     "bsam/experiments/corruptions/blur.py": "experiments/corruptions/test_corrupt.py",
     "bsam/experiments/corruptions/digital.py": "experiments/corruptions/test_corrupt.py",
@@ -86,6 +87,7 @@ MIRRORED_ELSEWHERE = {
     "bsam/experiments/corruptions/filters.py": "experiments/corruptions/test_corrupt.py",
     "bsam/experiments/corruptions/noise.py": "experiments/corruptions/test_corrupt.py",
     "bsam/experiments/corruptions/weather.py": "experiments/corruptions/test_corrupt.py",
+    "bsam/experiments/choices.py": "experiments/test_options.py",
     "bsam/experiments/data/embedded.py": "experiments/data/test_loading.py",
     "bsam/experiments/data/progress.py": "experiments/data/test_download.py",
     "bsam/experiments/data/table.py": "experiments/data/test_download.py",
@@ -94,6 +96,7 @@ MIRRORED_ELSEWHERE = {
     "bsam/experiments/models/layers.py": "experiments/models/test_init.py",
     "bsam/experiments/models/lenet5.py": "experiments/models/test_init.py",
     "bsam/experiments/report/diagrams.py": "experiments/report/test_paper_page.py",
+    "bsam/experiments/report/gallery.py": "experiments/report/test_paper_page.py",
     "bsam/experiments/report/page.py": "experiments/report/test_demo_page.py",
     "bsam/experiments/reproduce/show.py": "experiments/reproduce/test_batch_commands.py",
     "bsam/experiments/suites/ratings.py": "experiments/suites/test_of_runs.py",

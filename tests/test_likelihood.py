@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.distributions import Bernoulli, Categorical, Normal
 
 from bsam.likelihood import (
+    LearnedNoise,
     check_likelihood,
     check_outputs,
     class_dimension,
@@ -109,3 +111,27 @@ def test_the_dimension_of_the_classes():
             class_dimension(shape)
     with pytest.raises(ValueError, match="with 1 classes in dimension 2"):
         class_dimension((4, 3, 1))
+
+
+def test_learned_noise_is_the_root_mean_square_of_the_residuals():
+    f, y = outputs_and_labels("gaussian")
+    model = LearnedNoise(nn.Identity().double(), noise_std=0.7).double()
+    expected = -Normal(f, 0.7).log_prob(y).sum(dim=1).mean()
+    torch.testing.assert_close(model.loss(model(f), y), expected)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=50, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model.loss(f, y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert model.noise_std == pytest.approx(float((y - f).square().mean().sqrt()), rel=1e-4)
+
+
+def test_learned_noise_refuses():
+    with pytest.raises(ValueError, match=r"noise_std=0.0 must be a finite number > 0"):
+        LearnedNoise(nn.Linear(3, 1), noise_std=0.0)
+    with pytest.raises(ValueError, match=r"targets of shape \(5,\) came with outputs of shape \(5, 1\)"):
+        LearnedNoise(nn.Linear(3, 1)).loss(torch.zeros(5, 1), torch.zeros(5))

@@ -19,7 +19,11 @@ from typing import Any
 from bsam.experiments.comparison import TABLES, compare
 from bsam.experiments.record import read_json
 from bsam.files import write_text
+<<<<<<< HEAD
 from tools import doubt, out_of_the_box, speeds, trainers
+=======
+from tools import out_of_the_box, speeds, trainers, uci, variances
+>>>>>>> main
 from tools.markdown import (
     block_markdown,
     comparison_markdown,
@@ -46,8 +50,11 @@ _OF_A_RECORD: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     },
     "corruptions": (doubt.corruptions_markdown, "benchmarks/corruptions.py"),
     "adamw_rates": (out_of_the_box.rates_markdown, "benchmarks/adamw_rates.py"),
+    "pruning": (variances.pruning_markdown, "benchmarks/variances.py pruning"),
+    "sensitivity": (variances.sensitivity_markdown, "benchmarks/variances.py sensitivity"),
+    **{name: (markdown, "bsam reproduce uci") for name, markdown in uci.TABLES.items()},
 }
-"""Tables of one record, results/NAME.json: how each is written, and which command makes the record."""
+"""Tables of one record: how each is written, and which command makes the record. The record's name ends at a slash."""
 _OF_ALL_TABLES = {"counts": counts_markdown, "margins": margins_markdown}
 _OF_ALL_RESULTS = {
     "speeds": speeds.markdown,

@@ -1,20 +1,16 @@
-"""SAM and variational Bayes in one optimizer."""
+"""SAM and variational Bayes in one optimizer.
 
-from bsam import kernels as _kernels  # noqa: F401  # its operators register with the compiler
-from bsam import metrics
-from bsam.batch_norm import recalibrate_batch_norm
-from bsam.engine import TrainStep
-from bsam.optim import ASAM, BSAM, IVON, SAM, SWAG, VOGN, Suggestion, suggest
-from bsam.posterior import DiagonalGaussian, LowRankGaussian, Mixture, PointMass, Posterior, laplace, load_posterior
-from bsam.prediction import (
-    Calibration,
-    GaussianPredictions,
-    Predictions,
-    Predictor,
-    calibrate,
-    predict,
-    predict_linearised,
-)
+The public names are loaded at their first use, from `bsam.api`, so that `bsam --help` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bsam.api import *
 
 __all__ = [
     "ASAM",
@@ -26,12 +22,14 @@ __all__ = [
     "Calibration",
     "DiagonalGaussian",
     "GaussianPredictions",
+    "LearnedNoise",
     "LowRankGaussian",
     "Mixture",
     "PointMass",
     "Posterior",
     "Predictions",
     "Predictor",
+    "Sensitivities",
     "Suggestion",
     "TrainStep",
     "calibrate",
@@ -41,7 +39,23 @@ __all__ = [
     "predict",
     "predict_linearised",
     "recalibrate_batch_norm",
+    "sensitivity",
     "suggest",
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Load a module of the package, or all public names, and return the one that is asked for."""
+    if not name.startswith("_") and find_spec(f"bsam.{name}"):
+        return import_module(f"bsam.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module 'bsam' has no attribute {name!r}")
+    api = import_module("bsam.api")
+    globals().update({public: getattr(api, public) for public in __all__})
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,6 +9,8 @@
 `bsam.predict` also takes outputs with several labels per example, which are independent given f: `"categorical"`
 logits of tokens (n, T, K), of pixels (n, K, H, W) or with the classes in any other dimension, and `"bernoulli"` logits
 (n, ...) of several yes/no questions (multi-label). Curvatures are for one label per example.
+
+The `noise_std` of `"gaussian"` is a number that is known, or one that is learned with the weights: `LearnedNoise`.
 """
 
 from __future__ import annotations
@@ -18,9 +20,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["check_likelihood", "check_outputs", "class_dimension", "hessian_root", "negative_log_likelihood"]
+__all__ = [
+    "LearnedNoise",
+    "check_likelihood",
+    "check_outputs",
+    "class_dimension",
+    "hessian_root",
+    "negative_log_likelihood",
+]
 
 _LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
 
@@ -31,7 +40,7 @@ def check_likelihood(likelihood: str, noise_std: float | None) -> None:
         if noise_std is None or not (math.isfinite(noise_std) and noise_std > 0):
             raise ValueError(
                 f'noise_std={noise_std} must be a finite number > 0 for likelihood="gaussian": the standard deviation '
-                "of the targets around the true output, like noise_std=0.1."
+                "of the targets around the true output, like noise_std=0.1. To learn it, use bsam.LearnedNoise."
             )
         return
     if noise_std is not None:
@@ -121,3 +130,58 @@ def negative_log_likelihood(likelihood: str, f: Tensor, labels: Any, noise_std: 
         return F.binary_cross_entropy_with_logits(f, y, reduction="sum")
     assert noise_std is not None
     return 0.5 * ((y - f) / noise_std).square().sum()
+
+
+class LearnedNoise(nn.Module):
+    """A network for regression that also learns the standard deviation of the targets around its outputs.
+
+    It is called like the network. `loss` is the Gaussian negative log-likelihood, whose minimum over the noise is the
+    root mean square of the residuals. `bsam.predict`, `bsam.laplace` and the others take the learned noise if
+    `noise_std` is not given.
+
+    The noise is one parameter, `log_noise_std`, the logarithm of the standard deviation. It is no weight of a network:
+    put it into a parameter group without prior, noise and perturbation, as in the example.
+
+    Args:
+        network: The network, with outputs (n,) or (n, D).
+        noise_std: The standard deviation before training. 1 is right for targets that are standardised.
+
+    Examples:
+        >>> from bsam import BSAM
+        >>> model = LearnedNoise(nn.Linear(3, 1))
+        >>> groups = [
+        ...     {"params": model.network.parameters()},
+        ...     {"params": [model.log_noise_std], "prior_precision": 0.0, "sample": False, "perturb": False},
+        ... ]
+        >>> optimizer = BSAM(groups, num_data=50, module=model)
+        >>> x, y = torch.randn(8, 3), torch.randn(8, 1)
+        >>> loss = optimizer.step(lambda x, y: model.loss(model(x), y), x, y)
+    """
+
+    def __init__(self, network: nn.Module, noise_std: float = 1.0) -> None:
+        super().__init__()
+        if isinstance(noise_std, bool) or not isinstance(noise_std, int | float) or not 0 < noise_std < math.inf:
+            raise ValueError(f"noise_std={noise_std!r} must be a finite number > 0: the noise before training.")
+        like = next((p for p in network.parameters() if p.is_floating_point()), torch.zeros(()))
+        self.network = network
+        self.log_noise_std = nn.Parameter(torch.full((), math.log(noise_std), dtype=like.dtype, device=like.device))
+
+    @property
+    def noise_std(self) -> float:
+        """The present standard deviation of the targets around the outputs."""
+        return math.exp(float(self.log_noise_std.detach()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of the network."""
+        return self.network(*args, **kwargs)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean over the examples of -log N(y; f, noise_std^2 I), for outputs and targets (n,) or (n, D)."""
+        if outputs.shape != targets.shape:
+            raise ValueError(
+                f"targets of shape {tuple(targets.shape)} came with outputs of shape {tuple(outputs.shape)}: write "
+                "targets.view_as(outputs) if they have the same numbers."
+            )
+        z = (targets - outputs) * torch.exp(-self.log_noise_std)
+        log_p = -0.5 * z.square() - self.log_noise_std - 0.5 * math.log(2 * math.pi)
+        return -log_p.reshape(len(outputs), -1).sum(dim=1).mean()

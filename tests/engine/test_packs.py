@@ -150,3 +150,27 @@ def test_what_is_packed_together(monkeypatch):
     second[1].parameter.data = second[1].parameter.data.double()
     made = make_packs([first + second], ["large", "b", "c", "other group", "other type"])
     assert sorted(pack.names for pack in made) == [["b", "c"], ["large"], ["other group"], ["other type"]]
+
+
+def test_a_group_with_one_number():
+    """A parameter that is a number, as a learned noise, has states that are numbers too: they are no counters."""
+    from bsam import BSAM, LearnedNoise, TrainStep
+
+    def run():
+        torch.manual_seed(0)
+        model = LearnedNoise(nn.Linear(3, 1)).double()
+        groups = [
+            {"params": [model.log_noise_std], "prior_precision": 0.0, "sample": False, "perturb": False},
+            {"params": model.network.parameters()},
+        ]
+        return model, BSAM(groups, lr=0.1, num_data=50, module=model)
+
+    batches = [(torch.randn(8, 3, dtype=torch.float64), torch.randn(8, 1, dtype=torch.float64)) for _ in range(3)]
+    (fast, one), (slow, other) = run(), run()
+    step = TrainStep(one, lambda x, y: fast.loss(fast(x), y), batches[0], compile=False)
+    for x, y in batches:
+        step(x, y)
+        other.step(lambda x, y: slow.loss(slow(x), y), x, y)
+    for a, b in zip(fast.parameters(), slow.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    assert fast.noise_std != 1.0

@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+from bsam import __version__
+from bsam.experiments.reproduce.studies import ABLATIONS
+from bsam.experiments.reproduce.tuning import TUNINGS
+
 
 def test_errors_are_one_sentence_and_a_traceback_only_on_demand(bsam_command):
     process = bsam_command("train", "digits/bsmam")
@@ -22,6 +26,26 @@ def test_warnings_are_one_sentence_too(bsam_command, tmp_path):
     assert process.returncode == 0
     assert "\nbsam: after 12 steps 99% of the precision is still its starting value" in f"\n{errors}"
     assert "UserWarning" not in errors
+
+
+def test_help_and_version_do_not_wait_for_torch():
+    code = """
+import sys
+from typer.testing import CliRunner
+from bsam.experiments.commands import app
+for arguments in (["--help"], ["--version"], *([name, "--help"] for name in sys.argv[1:])):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    print(result.output)
+print(sorted({"torch", "matplotlib", "scipy", "sklearn"} & set(sys.modules)))
+"""
+    commands = ["train", "figure", "report", "demo", "reproduce", "sweep", "ablate", "tune"]
+    done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True, check=True)
+    assert f"bsam {__version__}\n" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+    shown = " ".join(done.stdout.split())
+    assert all(name in shown for name in ABLATIONS)  # their names are written out in the help
+    assert all(name in shown for name in TUNINGS)
 
 
 def test_without_the_extra_the_command_says_what_to_install():

@@ -11,6 +11,7 @@ from scipy.stats import t, ttest_ind, ttest_ind_from_stats
 
 from bsam.experiments import comparison
 from bsam.experiments.comparison import HIGHER_IS_BETTER, TABLES, compare
+from bsam.experiments.metric_columns import signed
 from bsam.experiments.paper.beyond import all_tables
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import METRICS, margins
@@ -311,3 +312,9 @@ def test_a_rows_command_names_that_row(tmp_path):
 def test_an_unknown_table_is_refused(tmp_path):
     with pytest.raises(ValueError, match="there is no table 'table7': choose one of table1, table2"):
         compare("table7", tmp_path)
+
+
+def test_a_difference_that_rounds_to_zero_has_no_sign():
+    assert signed("auroc", -0.0004) == signed("auroc", 0.0004) == "0.000"
+    assert signed("auroc", -0.0006) == "-0.001"
+    assert signed("ece", 0.0004) == "+0.0004"

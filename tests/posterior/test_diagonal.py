@@ -219,3 +219,42 @@ def test_from_model(net):
 
 def test_repr():
     assert repr(random_gaussian().temper(0)) == ("DiagonalGaussian(18 parameters in 3 tensors, 0 sampled, std 0 to 0)")
+
+
+# ---------------------------------------------------------------- pruning
+
+
+def test_signal_to_noise():
+    q = random_gaussian()
+    ratio = q.signal_to_noise()
+    assert (ratio["a"][0] == torch.inf).all()
+    assert torch.equal(ratio["b"], q.mean["b"].abs() / q.std["b"])
+    zero = DiagonalGaussian({"w": torch.zeros(2)}, {"w": torch.tensor([0.0, 1.0])})
+    assert zero.signal_to_noise()["w"].tolist() == [torch.inf, 0.0]
+
+
+@pytest.mark.parametrize("by", ["signal_to_noise", "magnitude"])
+def test_pruned_keeps_the_largest(by):
+    q = random_gaussian()  # 14 sampled elements, and 4 fixed ones
+    ratio = q.signal_to_noise() if by == "signal_to_noise" else {name: mean.abs() for name, mean in q.mean.items()}
+    free = torch.cat([ratio[name][q.std[name] > 0] for name in q.mean])
+    pruned = q.pruned(0.5, by=by)
+    least = free.sort(descending=True).values[6]
+    for name in q.mean:
+        stays = (ratio[name] >= least) | (q.std[name] == 0)
+        assert torch.equal(pruned.mean[name], torch.where(stays, q.mean[name], 0.0))
+        assert torch.equal(pruned.std[name], torch.where(stays, q.std[name], 0.0))
+    assert pruned.prior_precision == q.prior_precision
+    assert same(q.pruned(1.0).mean, q.mean)
+    assert q.pruned(0.0).sampled_names == []
+
+
+def test_pruned_refuses():
+    q = random_gaussian()
+    for keep in (1.5, -0.1, True, "all", math.nan):
+        with pytest.raises(ValueError, match="must be a share from 0 to 1"):
+            q.pruned(keep)
+    with pytest.raises(ValueError, match="by='size' must be"):
+        q.pruned(0.5, by="size")
+    with pytest.raises(ValueError, match="no weight is sampled"):
+        q.temper(0).pruned(0.5)

@@ -334,3 +334,13 @@ def test_bad_data_and_models_are_refused(monkeypatch):
     large = nn.Linear(1000, 101)
     with pytest.raises(ValueError, match=r"each of the 101,101 weights.*'ggn'"):
         bsam.laplace(large, "categorical", torch.ones(1, 1000), prior_precision=1.0, curvature="hessian")
+
+
+def test_learned_noise_is_a_point():
+    x, labels = data(2)
+    model = bsam.LearnedNoise(network(2), noise_std=0.4)
+    found = bsam.laplace(model, "gaussian", (x, labels["gaussian"]), prior_precision=2.0)
+    expected = bsam.laplace(model.network, "gaussian", (x, labels["gaussian"]), prior_precision=2.0, noise_std=0.4)
+    assert found.std["log_noise_std"] == 0
+    for name, std in expected.std.items():
+        torch.testing.assert_close(found.std[f"network.{name}"], std)

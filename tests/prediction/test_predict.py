@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import bsam
 from bsam import metrics
 from bsam.posterior import DiagonalGaussian, PointMass
 from bsam.prediction import predict
@@ -393,3 +394,19 @@ def test_progress(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert len(run(True)) == 6
     assert not sys.stderr.getvalue()
+
+
+def test_learned_noise_is_that_of_the_posterior():
+    x, y = torch.randn(8, D, dtype=torch.float64), torch.randn(8, 1, dtype=torch.float64)
+    models = [bsam.LearnedNoise(nn.Linear(D, 1, dtype=torch.float64), noise_std=std) for std in (0.3, 0.5)]
+    q = [gaussian(model) for model in models]
+    q = [type(p)(p.mean, {**p.std, "log_noise_std": torch.zeros(())}) for p in q]
+    for model in models:  # the model may hold other weights
+        found = predict(model, q[0], (x, y), likelihood="gaussian")
+        assert found.noise_std == pytest.approx(0.3)
+    known = predict(models[0], q[0], (x, y), likelihood="gaussian", noise_std=0.3)
+    torch.testing.assert_close(known.log_density, found.log_density)
+    linear = bsam.predict_linearised(models[0], q[1], (x, y), likelihood="gaussian")
+    assert linear.noise_std == bsam.Predictor(models[0], q[1], likelihood="gaussian").noise_std == pytest.approx(0.5)
+    mixture = predict(models[0], bsam.Mixture(q, [3.0, 1.0]), (x, y), likelihood="gaussian")
+    assert mixture.noise_std == pytest.approx((0.75 * 0.09 + 0.25 * 0.25) ** 0.5)

@@ -71,7 +71,7 @@ class Pack:
         self.weights = first.parameter.new_zeros((runs, self.numel))
         self.state = {
             name: torch.zeros((runs, len(self.sizes)), dtype=value.dtype, device=value.device)
-            if value.dim() == 0
+            if value.dim() == 0 and (first.parameter.dim() > 0 or name == "step")  # of a parameter that is a number
             else torch.ones((runs, self.numel), dtype=value.dtype, device=value.device)  # a precision must be > 0
             for name, value in first.state.items()
         }

@@ -9,30 +9,23 @@ from typing import Any
 __all__ = ["main"]
 
 
+_EXTRAS = {"clarabel": "theory", "cvxpy": "theory"}
+"""Packages of other extras than `experiments`."""
+
+
 def main() -> None:
     """Run `bsam`."""
-    try:
-        from bsam.experiments.commands import app
-        from bsam.experiments.runs import RunInterruptedError
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").startswith("bsam"):
-            raise
-        sys.exit(
-            f"The command bsam needs {missing.name}, which is not installed. In the folder of bsam's source, write: "
-            "pip install '.[experiments]'"
-        )
     if "--debug" not in sys.argv:
         warnings.formatwarning = _warning_sentence
     try:
+        from bsam.experiments.commands import app
+
         app()
-    except RunInterruptedError as interrupted:
-        print(f"bsam: {interrupted}", file=sys.stderr)
-        sys.exit(128 + interrupted.number)
     except Exception as error:
         if "--debug" in sys.argv:
             raise
-        print(f"bsam: {_sentence(error)}", file=sys.stderr)
-        sys.exit(1)
+        print(_sentence(error), file=sys.stderr)
+        sys.exit(getattr(error, "exit_status", 1))  # a run that a signal stopped says which
 
 
 def _warning_sentence(message: Warning | str, *origin: Any, **options: Any) -> str:
@@ -40,6 +33,11 @@ def _warning_sentence(message: Warning | str, *origin: Any, **options: Any) -> s
 
 
 def _sentence(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("bsam"):
+        return (
+            f"The command bsam needs {error.name}, which is not installed. In the folder of bsam's source, write: "
+            f"pip install '.[{_EXTRAS.get(error.name, 'experiments')}]'"
+        )
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error) or type(error).__name__
+        return f"bsam: {error.filename}: {error.strerror}" if error.filename else f"bsam: {error.strerror}"
+    return f"bsam: {str(error) or type(error).__name__}"

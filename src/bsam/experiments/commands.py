@@ -1,6 +1,7 @@
 """The app behind the command `bsam`, and the commands about single runs, the demo, the figures and the report.
 
-The commands that train many runs are in `bsam.experiments.reproduce.batch_commands`.
+The commands that train many runs are in `bsam.experiments.reproduce.batch_commands`. A command imports what it needs
+when it runs, so that its help does not wait for torch.
 """
 
 from __future__ import annotations
@@ -8,11 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -20,21 +19,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-import bsam
-from bsam.experiments import demo as experiment
-from bsam.experiments.config import FIELDS, explanations, from_file, hints, override, to_toml, toml_value, what_fits
-from bsam.experiments.ensemble import evaluate_ensemble
-from bsam.experiments.evaluate import evaluate as evaluate_run
-from bsam.experiments.methods import METHODS
+from bsam import __version__
 from bsam.experiments.metric_columns import DECIMALS, TITLES
 from bsam.experiments.options import Data, Device, SaveMinutes, Suites, split_names
-from bsam.experiments.paper.presets import preset, preset_names, preset_title
-from bsam.experiments.record import write_json
-from bsam.experiments.report.demo_page import write_demo_page
-from bsam.experiments.runs import Run, resume_command
-from bsam.experiments.stacks import Stack, find_stack
-from bsam.experiments.suites import SUITES, check_run, evaluate_ensemble_suites, evaluate_suites
-from bsam.experiments.trainer import Trainer
+
+if TYPE_CHECKING:
+    from bsam.experiments.stacks import Stack
+    from bsam.experiments.trainer import Trainer
 
 __all__ = ["app"]
 
@@ -43,8 +34,19 @@ _TIMES = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"bsam {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def about(debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False) -> None:
+def about(
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version, and stop.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
     """bSAM: SAM and variational Bayes in one optimizer.
 
     Start with:            [bold]bsam demo[/bold]
@@ -71,6 +73,9 @@ def configs(
 
     [bold]bsam train my.toml[/bold]
     """
+    from bsam.experiments.config import from_file, to_toml
+    from bsam.experiments.paper.presets import preset, preset_title
+
     if settings:
         _list_settings()
     elif name is not None:
@@ -83,9 +88,11 @@ def configs(
 
 
 def _list_settings() -> None:
+    from bsam.experiments.config import FIELDS, explanations, hints, toml_value, what_fits
+
     table = Table("setting", "default", "what it is", box=box.SIMPLE)
     for setting, field in FIELDS.items():
-        default = "" if field.default is MISSING else toml_value(field.default)
+        default = "" if field.default is dataclasses.MISSING else toml_value(field.default)
         choices = f" ({what_fits(hints()[setting])})" if get_origin(hints()[setting]) is Literal else ""
         table.add_row(setting, escape(default), escape(explanations()[setting] + choices))
     Console().print(table)
@@ -93,6 +100,8 @@ def _list_settings() -> None:
 
 
 def _list_presets() -> None:
+    from bsam.experiments.paper.presets import preset, preset_names
+
     console = Console()
     console.print(
         "A preset holds the settings of a run; most of them are rows of the paper's tables.\n"
@@ -152,6 +161,11 @@ def train(
 
     [bold]bsam train --resume runs/digits/seed0[/bold]
     """
+    from bsam.experiments.config import from_file, override
+    from bsam.experiments.paper.presets import preset
+    from bsam.experiments.runs import Run, resume_command
+    from bsam.experiments.stacks import Stack, find_stack
+
     if (name is None) == (resume is None):
         raise ValueError("give either a preset, like `bsam train digits/bsam`, or --resume FOLDER.")
     if resume is not None:
@@ -185,6 +199,8 @@ def _is_file(name: str) -> bool:
 
 
 def _train(stack: Stack, save_minutes: float, save_epochs: int | None) -> None:
+    from bsam.experiments.methods import METHODS
+
     first, config = stack.runs[0], stack.runs[0].config
     which = f"{len(stack.runs)} seeds" if len(stack.runs) > 1 else f"seed {first.seed}"
     columns = (
@@ -240,6 +256,10 @@ def evaluate(
 
     [bold]bsam evaluate runs/cifar10/seed0 --suite unknown,corruptions[/bold]
     """
+    from bsam.experiments.ensemble import evaluate_ensemble
+    from bsam.experiments.evaluate import evaluate as evaluate_run
+    from bsam.experiments.suites import check_run, evaluate_ensemble_suites, evaluate_suites
+
     try:
         counts = None if samples is None else [int(text) for text in samples.split(",")]
     except ValueError:
@@ -289,6 +309,8 @@ def evaluate(
 
 
 def _print_suites(found: dict[str, dict[str, dict[str, Any]]]) -> None:
+    from bsam.experiments.suites import SUITES
+
     for name, evaluations in found.items():
         for count, numbers in evaluations.items():
             which = "the mean" if count == "0" else f"{count} samples"
@@ -313,13 +335,21 @@ def demo(
 
     [bold]bsam demo --seeds 2 --out /tmp/report[/bold]
     """
+    import torch
+
+    from bsam.experiments import demo as experiment
+    from bsam.experiments.data import load
+    from bsam.experiments.methods import METHODS
+    from bsam.experiments.record import write_json
+    from bsam.experiments.report.demo_page import write_demo_page
+
     torch.set_num_threads(1)  # the networks are tiny: threads would wait for each other
     settings = experiment.load_demo()
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
     if tune:
         with _progress("tuning", experiment.num_tries(settings)) as advance:
-            record = experiment.tune(settings, advance)
+            record = experiment.tune(settings, lambda method: advance(METHODS[method].title))
         write_json(out / "tuning.json", record)
         for method, result in record["methods"].items():
             console.print(method, result["best"])
@@ -328,21 +358,24 @@ def demo(
 
     settings = dataclasses.replace(settings, seeds=seeds or settings.seeds)
     with _progress("training", len(settings.digits) * settings.seeds + len(settings.moons)) as advance:
-        record, predictions = experiment.run_digits(settings, advance)
-        maps = experiment.moons(settings, advance)
+        record, predictions = experiment.run_digits(settings, lambda method: advance(METHODS[method].title))
+        maps = experiment.moons(settings, lambda method: advance(METHODS[method].title))
 
     console.print(_demo_table(record))
     write_json(out / "results.json", record)
-    console.print(f"Look at it: {_link(write_demo_page(out, record, predictions, maps))}", highlight=False)
+    images, _ = load(settings.digits["bsam"].dataset).test
+    console.print(f"Look at it: {_link(write_demo_page(out, record, predictions, maps, images))}", highlight=False)
 
 
 def _demo_table(record: dict[str, Any]) -> Table:
+    from bsam.experiments.demo import cells
+
     title = f"Digits, test part: mean (sd) over {record['seeds']} seeds"
     table = Table(title=title, box=box.SIMPLE, pad_edge=False)
     table.add_column("method")
     for column in TITLES.values():
         table.add_column(column, justify="right")
-    for name, row in experiment.cells(record):
+    for name, row in cells(record):
         table.add_row(name, *row)
     return table
 
@@ -364,6 +397,7 @@ def figure(
     """
     from bsam.experiments import figures  # needs the extra `theory`
     from bsam.experiments.figures.numbers import compute_numbers
+    from bsam.experiments.record import write_json
 
     console = Console()
     if name == "list":
@@ -373,16 +407,20 @@ def figure(
         console.print(table)
         console.print("Draw one with: bsam figure NAME --out FILE", highlight=False)
         return
-    folder = (out or Path("figures")) if name == "all" else Path()
-    if name in ("all", "numbers"):
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "figures.json" if name == "all" or out is None else out
-        with console.status("computing"):
-            write_json(path, compute_numbers())  # the figures below draw these results
-        console.print(f"{path}", highlight=False)
-    for key in figures.FIGURES if name == "all" else () if name == "numbers" else (name,):
-        path = folder / f"{key}.png" if name == "all" or out is None else out
-        console.print(f"{figures.draw(key, path)}", highlight=False)
+    if name == "all":
+        folder = out or Path("figures")
+        paths = {**{key: folder / f"{key}.png" for key in figures.FIGURES}, "numbers": folder / "figures.json"}
+    else:
+        paths = {name: out or Path("figures.json" if name == "numbers" else f"{name}.png")}
+    with Console(stderr=True).status("") as status:
+        for count, (key, path) in enumerate(paths.items(), start=1):
+            status.update(f"{count} of {len(paths)}: {escape(str(path))}")
+            if key == "numbers":
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, compute_numbers())  # results that were drawn are not computed again
+            else:
+                figures.draw(key, path)
+            console.print(f"{path}", highlight=False)
 
 
 @app.command()
@@ -401,10 +439,12 @@ def suggest(
 
     [bold]bsam suggest --adamw lr=1e-3,weight_decay=0.01 --num-data 50000[/bold]
     """
+    from bsam.optim import suggest as convert
+
     line = None if adamw is None else _numbers("--adamw", adamw, "lr=1e-3,weight_decay=0.01")
     if line is not None and {"beta1", "beta2"} & set(line):
         line["betas"] = line.pop("beta1", 0.9), line.pop("beta2", 0.999)
-    suggestion = bsam.suggest(
+    suggestion = convert(
         sgd=None if sgd is None else _numbers("--sgd", sgd, "lr=0.1,momentum=0.9"),
         adamw=line,
         num_data=num_data,
@@ -436,7 +476,8 @@ def report(
     """
     from bsam.experiments.report.paper_page import write_paper_page  # needs the extra `theory`
 
-    page = write_paper_page(out, records, figures)
+    with Console(stderr=True).status("") as status:
+        page = write_paper_page(out, records, figures, lambda what: status.update(escape(what)))
     Console().print(f"Look at it: {_link(page)} ({page.stat().st_size / 1e6:.1f} MB)", highlight=False)
 
 
@@ -446,13 +487,13 @@ def _link(page: Path) -> str:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar on stderr; yield the function to call with the method's name after each piece of work."""
+    """Show a progress bar on stderr; yield the function to call with the name of each piece of work when it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, *_TIMES, console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=total)
 
-        def advance(method: str) -> None:
-            bar.update(task, advance=1, description=f"{what} {METHODS[method].title:13}")
+        def advance(name: str) -> None:
+            bar.update(task, advance=1, description=f"{what} {name:13}")
 
         yield advance
 

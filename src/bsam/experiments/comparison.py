@@ -23,12 +23,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from bsam.experiments.choices import SCALES, Scale
 from bsam.experiments.config import from_mapping
 from bsam.experiments.metric_columns import values_of
 from bsam.experiments.paper.beyond import all_tables, beyond
 from bsam.experiments.paper.results import METRICS, PAPER_SEEDS, PaperBlock, PaperRow, Published, margins
 from bsam.experiments.record import read_json
-from bsam.experiments.recorded_runs import SCALES, Scale, recorded, same_run
+from bsam.experiments.recorded_runs import recorded, same_run
 from bsam.experiments.verdicts import SIGNIFICANCE, Case, Summary, judge, welch
 
 __all__ = [

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from bsam.experiments.choices import DtypeName
 from bsam.experiments.methods import METHODS
 from bsam.posterior.base import check_temperature
 
 __all__ = [
     "RATES",
     "Config",
-    "DtypeName",
     "explanations",
     "from_file",
     "from_mapping",
@@ -32,7 +32,6 @@ __all__ = [
     "what_fits",
 ]
 
-DtypeName = Literal["float32", "bfloat16"]
 RATE = object()
 """Marks the settings that may differ between runs that are trained together, see `bsam.TrainStep`."""
 

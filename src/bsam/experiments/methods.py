@@ -168,6 +168,8 @@ class Method:
     """Predicts from a model, a posterior, data, a number of samples and a seed."""
     step: Callable[[Optimizer, Loss, Tensor, Tensor], Tensor] = _closure_step
     """Takes one step in a loop, and returns the loss."""
+    gradients: int = 1
+    """Number of gradients of each example in a step."""
     lr_unit: Callable[[Config, int], float] = lambda config, num_data: 1.0
     """The optimizer's learning rate for a learning rate of 1 in the settings."""
     gradients: int = 1

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["DECIMALS", "TITLES", "mean_and_sd", "number", "values_of"]
+__all__ = ["DECIMALS", "TITLES", "mean_and_sd", "number", "signed", "values_of"]
 
 TITLES = {"accuracy": "accuracy ↑", "nll": "NLL ↓", "ece": "ECE ↓", "auroc": "AUROC ↑"}
 """Title of each column."""
@@ -29,3 +29,9 @@ def number(metric: str, mean: float | None, sd: float | None) -> str:
     """Write mean (sd) with the metric's decimals; `-` stands for a missing number."""
     decimals = DECIMALS[metric]
     return "-" if mean is None else f"{mean:.{decimals}f} ({'-' if sd is None else f'{sd:.{decimals}f}'})"
+
+
+def signed(metric: str, difference: float) -> str:
+    """Write a difference with its sign and the metric's decimals; a difference that rounds to 0 has no sign."""
+    written = f"{difference:+.{DECIMALS[metric]}f}"
+    return written if float(written) else written[1:]

@@ -11,9 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from bsam.experiments.config import DtypeName
-from bsam.experiments.recorded_runs import Scale
-from bsam.experiments.suites import ALL, SUITES
+from bsam.experiments.choices import ALL_SUITES, SUITE_NAMES, DtypeName, Scale
 
 __all__ = ["Data", "Device", "Extent", "SaveMinutes", "Suites", "Work", "split_names", "taking"]
 
@@ -26,7 +24,7 @@ Suites = Annotated[
     typer.Option(
         "--suite",
         metavar="NAME,...",
-        help=f"Also evaluate suites: {', '.join(SUITES)}, or {ALL} for all that fit.",
+        help=f"Also evaluate suites: {', '.join(SUITE_NAMES)}, or {ALL_SUITES} for all that fit.",
     ),
 ]
 SaveMinutes = Annotated[float, typer.Option(min=0, help="Minutes between two checkpoints of a run.")]
@@ -40,6 +38,26 @@ class Work:
         int | None,
         typer.Option(min=1, help="Worker processes.", show_default="1, or as many as the cores serve if tiny"),
     ] = None
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHERE", help="ray: this machine, by Ray. ray://HOST:PORT: a cluster.", show_default="workers here"
+        ),
+    ] = None
+    cores: Annotated[int | None, typer.Option(min=1, help="On Ray: cores per run.", show_default="1")] = None
+    gpus: Annotated[
+        float | None,
+        typer.Option(min=0, help="On Ray: GPUs per run, like 1 or 0.25.", show_default="1 if there are any"),
+    ] = None
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="On Ray: where runs are kept if the nodes share no folder: an fsspec address, like s3://bucket/runs.",
+            show_default="the folders of runs and records",
+        ),
+    ] = None
+    retries: Annotated[int, typer.Option(min=0, help="How often a run goes on after its worker or node was lost.")] = 2
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and its estimated time, and stop.")] = False
     runs: Annotated[Path | None, typer.Option(help="Folder of the runs.", show_default="runs, or runs/SCALE")] = None
     data: Data = None

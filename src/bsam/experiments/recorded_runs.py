@@ -10,19 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
+from bsam.experiments.choices import SCALES, Scale
 from bsam.experiments.config import Config, from_mapping, override
 from bsam.experiments.paper.beyond import beyond, own_dtype
 from bsam.experiments.paper.presets import preset, preset_names
 from bsam.experiments.record import read_json
 
-__all__ = ["SCALES", "Recorded", "Scale", "read_record", "recorded", "same_run"]
-
-Scale = Literal["full", "reduced", "tiny"]
-"""`full`: the preset as it is. `reduced`: fewer epochs on the same data. `tiny`: on the embedded digits."""
-SCALES: tuple[Scale, ...] = get_args(Scale)
-"""The largest scale first."""
+__all__ = ["Recorded", "read_record", "recorded", "same_run"]
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class RunInterruptedError(Exception):
 
     def __init__(self, folder: Path, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}; saved. Go on with: {resume_command(folder)}")
-        self.number = number
+        self.exit_status = 128 + number
 
 
 def resume_command(folder: Path) -> str:

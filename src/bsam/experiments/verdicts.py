@@ -21,7 +21,7 @@ from typing import Literal
 
 from scipy.special import stdtr, stdtrit  # type: ignore[import-untyped]
 
-__all__ = ["SIGNIFICANCE", "Case", "Difference", "Summary", "Verdict", "holm", "judge", "welch"]
+__all__ = ["INTERVAL", "SIGNIFICANCE", "Case", "Difference", "Summary", "Verdict", "holm", "judge", "welch"]
 
 Verdict = Literal["better", "worse", "equal", "open"]
 SIGNIFICANCE = 0.05

@@ -28,12 +28,17 @@ def reliability_diagram(
 ) -> Axes:
     """Draws accuracy against confidence, bin by bin, below a histogram of the confidences.
 
+    Bins with fewer than 25 examples are pale: their accuracy is uncertain by 10 percentage points or more.
+
     Args:
         predictions: an object with `.log_probs` (n, K) and `.labels` (n,), or the tuple of the two, or their bins.
         num_bins: number of confidence bins, if `predictions` are not bins already.
         ax: where to draw; a new figure if None.
     """
     plt = _pyplot("reliability_diagram")
+    from matplotlib.colors import to_rgb
+    from matplotlib.patches import Patch
+
     table = predictions if isinstance(predictions, ReliabilityTable) else whole(predictions, num_bins).reliability()
     num_bins = len(table.count)
     filled = table.count > 0
@@ -42,21 +47,27 @@ def reliability_diagram(
     ax = _axes(plt, ax)
 
     width = 1 / num_bins
-    ax.bar(center, accuracy.tolist(), width, color="cornflowerblue", edgecolor="white", label="accuracy")
+    shade = (count / _SURE_COUNT).clamp(0.15, 1).tolist()
+    blue, red = ([(*to_rgb(colour), alpha) for alpha in shade] for colour in ("cornflowerblue", "tab:red"))
+    ax.bar(center, accuracy.tolist(), width, color=blue, edgecolor="white")
     ax.bar(
         center,
         (confidence - accuracy).tolist(),
         width,
         bottom=accuracy.tolist(),
-        color="tab:red",
-        alpha=0.3,
-        edgecolor="tab:red",
+        color=[(*colour, 0.3 * alpha) for *colour, alpha in red],
+        edgecolor=red,
         hatch="//",
-        label="gap to the mean confidence",
     )
     ax.plot([0, 1], [0, 1], color=plt.rcParams["text.color"], linestyle="--", linewidth=1, label="perfect calibration")
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
-    ax.legend(loc="upper left", title=f"ECE {ece_of(table).item():.4f}", alignment="left", fontsize="small")
+    handles = [
+        *ax.get_legend_handles_labels()[0],
+        Patch(color="cornflowerblue", label="accuracy"),
+        Patch(facecolor=(*to_rgb("tab:red"), 0.3), edgecolor="tab:red", hatch="//", label="gap to the mean confidence"),
+    ]
+    title = f"ECE {ece_of(table).item():.4f}"
+    ax.legend(handles=handles, loc="upper left", title=title, alignment="left", fontsize="small")
 
     histogram = ax.inset_axes((0, 1.06, 1, 0.15), sharex=ax)
     histogram.bar(center, (count / count.sum()).tolist(), width, color="lightgray", edgecolor="white")
@@ -179,6 +190,8 @@ def quantile_diagram(predictions: HasGaussianPredictions, *, num_levels: int = 2
     return ax
 
 
+_SURE_COUNT = 25
+"""Examples of a bin for which the standard error of its accuracy is at most 0.1."""
 _WORDS = {
     "confidence": "1 - largest probability",
     "entropy": "entropy",

@@ -1,5 +1,6 @@
 """Optimizers: one method per file, all with the same step."""
 
+import bsam.kernels as _kernels  # noqa: F401  # its layers register with the compiler
 from bsam.optim.asam import ASAM
 from bsam.optim.bsam import BSAM
 from bsam.optim.ivon import IVON

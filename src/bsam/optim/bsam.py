@@ -282,14 +282,14 @@ class BSAM(GaussianOptimizer):
         """Make a bSAM for a problem on which `torch.optim.AdamW(params, lr, betas, weight_decay)` works.
 
         There is no algebra between the two: AdamW divides a gradient by its size, bSAM by a precision. The conversion
-        is a rule that was found by trying rates of both on small problems (docs/coming_from.md). AdamW's defaults become
-        bSAM's. Where AdamW needs a rate that is ten times larger, bSAM needs about three times its own:
+        is a rule that was found by trying rates of both on small problems (docs/coming_from.md). AdamW's defaults
+        become bSAM's. Where AdamW needs a rate that is ten times larger, bSAM needs about three times its own:
 
             lr of bSAM  =  sqrt(lr of AdamW / 0.001)
 
         beta1 is AdamW's. Weights that AdamW decays have bSAM's default weight decay, and the others none: AdamW takes
-        lr * weight_decay of a weight per step, which is usually too little to say how strong the prior is. beta2 and all
-        other options are bSAM's defaults, because AdamW's beta2 is the memory of another average.
+        lr * weight_decay of a weight per step, which is usually too little to say how strong the prior is. beta2 and
+        all other options are bSAM's defaults, because AdamW's beta2 is the memory of another average.
 
         Args:
             params: Parameters, named parameters, or groups of them. `lr` and `weight_decay` of a group are AdamW's.
@@ -297,8 +297,8 @@ class BSAM(GaussianOptimizer):
             betas: Decays of AdamW's averages. The second is not used.
             weight_decay: Weight decay of AdamW. Only whether it is 0 is used.
             num_data: Number of training examples.
-            further: Options of bSAM that differ from its defaults. To set the strength of the prior, use `bsam.BSAM` with
-                the other settings that `bsam.suggest` prints.
+            further: Options of bSAM that differ from its defaults. To set the strength of the prior, use `bsam.BSAM`
+                with the other settings that `bsam.suggest` prints.
         """
         settings = {"betas": (betas[0], 0.99), "weight_decay": weight_decay}
         optimizer = cls(params, lr, num_data=num_data, **{**settings, **further})

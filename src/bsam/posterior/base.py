@@ -113,6 +113,17 @@ class Posterior(Protocol):
         """The number of weights in `mean`, sampled or not."""
         return sum(tensor.numel() for tensor in self.mean.values())
 
+    def signal_to_noise(self) -> dict[str, Tensor]:
+        """Return |mean| / std of every weight, by name; infinite where nothing is sampled.
+
+        A weight with a small ratio may as well be 0: samples of it have both signs. `DiagonalGaussian.pruned` sets such
+        weights to 0.
+        """
+        return {
+            name: torch.where(std > 0, self.mean[name].to(std.dtype).abs() / std, torch.inf)
+            for name, std in self.std.items()
+        }
+
     def without_frozen(self) -> Self:
         """Return the posterior of the parameters that were trained; itself if none is known to be frozen.
 

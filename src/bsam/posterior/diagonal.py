@@ -9,13 +9,16 @@ prior p(theta) = prod_j N(theta_j | 0, 1 / delta_j), where delta_j is `prior_pre
 
 The sums are over the elements with sigma_j > 0, in float64. The other elements are fixed: in the limit sigma_j -> 0
 each would add an infinite constant.
+
+Weights can be pruned by their signal-to-noise ratio |mu_j| / sigma_j (Graves, 2011, "Practical Variational Inference
+for Neural Networks", NeurIPS; Blundell et al., 2015, "Weight Uncertainty in Neural Networks", ICML).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -185,6 +188,42 @@ class DiagonalGaussian(Posterior):
         return type(self)(
             self.mean,
             {name: std * math.sqrt(temperature) for name, std in self.std.items()},
+            buffers=self.buffers,
+            prior_precision=self.prior_precision,
+            frozen=self.frozen,
+            base=self.base,
+        )
+
+    def pruned(self, keep: float, *, by: Literal["signal_to_noise", "magnitude"] = "signal_to_noise") -> Self:
+        """Return the posterior with the least important weights fixed at 0: mean 0 and std 0.
+
+        All sampled weights are compared with each other, across tensors. Weights with equal numbers are kept in the
+        order of `sampled_names`. Weights that are not sampled stay.
+
+        Args:
+            keep: The share of the sampled weights that is kept, from 0 to 1; their number is rounded.
+            by: `"signal_to_noise"` keeps the largest |mean| / std, `"magnitude"` the largest |mean|.
+        """
+        if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 <= keep <= 1:
+            raise ValueError(f"keep={keep!r} must be a share from 0 to 1, like 0.25 to keep a quarter of the weights.")
+        if by not in ("signal_to_noise", "magnitude"):
+            raise ValueError(f"by={by!r} must be 'signal_to_noise' or 'magnitude'.")
+        if not self.sampled_names:
+            raise ValueError("no weight is sampled: there is no signal-to-noise ratio to prune by.")
+        found = [self._sampled_elements(name) for name in self.sampled_names]
+        scores = torch.cat([(mu.abs() / sigma if by == "signal_to_noise" else mu.abs()).cpu() for mu, sigma in found])
+        order = scores.argsort(descending=True, stable=True)
+        stays = torch.zeros(len(scores), dtype=torch.bool)
+        stays[order[: round(keep * len(scores))]] = True
+        mean, std = dict(self.mean), dict(self.std)
+        sizes = [len(mu) for mu, _ in found]
+        for name, kept in zip(self.sampled_names, torch.split(stays, sizes), strict=True):
+            drops = torch.zeros_like(std[name], dtype=torch.bool)
+            drops[std[name] > 0] = ~kept.to(drops.device)
+            mean[name], std[name] = mean[name].masked_fill(drops, 0), std[name].masked_fill(drops, 0)
+        return type(self)(
+            mean,
+            std,
             buffers=self.buffers,
             prior_precision=self.prior_precision,
             frozen=self.frozen,

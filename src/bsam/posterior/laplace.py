@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from bsam.batches import as_tensor, batches_of, inputs_and_labels, moved
 from bsam.gradients import PerExample, output_sums
 from bsam.interrupts import deferred, reading
-from bsam.likelihood import check_likelihood, check_outputs, hessian_root, negative_log_likelihood
+from bsam.likelihood import LearnedNoise, check_likelihood, check_outputs, hessian_root, negative_log_likelihood
 from bsam.modules import Forward, OutputModel, differentiable, evaluating, floating_type, named_parameters
 from bsam.posterior.diagonal import DiagonalGaussian
 
@@ -64,7 +64,8 @@ def laplace(
         likelihood: The likelihood of its outputs, as for `bsam.predict`, with one label per example.
         data: All training data, as for `bsam.predict`: the precision is a sum over the examples.
         prior_precision: Precision of the Gaussian prior on the weights.
-        noise_std: Standard deviation of the targets around the true output, for `"gaussian"`.
+        noise_std: Standard deviation of the targets around the true output, for `"gaussian"`. None: that of a
+            `bsam.LearnedNoise`, which is a point in the posterior.
         curvature: `"ggn"` or `"hessian"`, see above. `"hessian"` needs labels and a small model.
         batch_size: Largest batch when `data` is tensors, which are cut evenly.
         forward: `forward(model, inputs)` runs the model, if `model(inputs)` is not the right call.
@@ -77,12 +78,15 @@ def laplace(
         >>> posterior.num_parameters
         8
     """
+    noise = model.log_noise_std if isinstance(model, LearnedNoise) else None
+    if likelihood == "gaussian" and noise_std is None and isinstance(model, LearnedNoise):
+        noise_std = model.noise_std
     check_likelihood(likelihood, noise_std)
     if curvature not in ("ggn", "hessian"):
         raise ValueError(f"curvature={curvature!r} must be 'ggn' or 'hessian'.")
     if not (math.isfinite(prior_precision) and prior_precision >= 0):
         raise ValueError(f"prior_precision={prior_precision} must be a finite number >= 0.")
-    parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad and p is not noise}
     if not parameters:
         raise ValueError("the model has no parameter that requires a gradient: there is nothing to approximate.")
     weights = list(parameters.values())

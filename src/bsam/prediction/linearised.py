@@ -25,10 +25,10 @@ from bsam.likelihood import check_likelihood, check_outputs
 from bsam.modules import Forward, OutputModel, differentiable, floating_type, named_parameters
 from bsam.posterior import DiagonalGaussian
 from bsam.prediction.averages import ClassAverage, one_output, targets_like
-from bsam.prediction.predict import at_mean, check_integer, collect, result_of
+from bsam.prediction.predict import at_mean, check_integer, collect, noise_of, result_of
 from bsam.prediction.results import GaussianPredictions, Predictions
 
-__all__ = ["predict_linearised"]
+__all__ = ["LinearisedOutputs", "check_linearisable", "predict_linearised"]
 
 _SAMPLES_AT_A_TIME = 100
 _RANGE = 12.0  # half the range of the integral over a logit, in standard deviations
@@ -57,7 +57,7 @@ def predict_linearised(
     data: Any,
     *,
     likelihood: Literal["gaussian"],
-    noise_std: float,
+    noise_std: float | None = ...,
     num_samples: int = ...,
     seed: int = ...,
     batch_size: int = ...,
@@ -89,7 +89,7 @@ def predict_linearised(
         posterior: The distribution of its weights.
         data: As for `bsam.predict`.
         likelihood: As for `bsam.predict`, with one label per example.
-        noise_std: Standard deviation of the targets around the true output, for `"gaussian"`.
+        noise_std: As for `bsam.predict`.
         num_samples: Number of samples of the outputs, for `"categorical"`.
         seed: Seed of these samples.
         batch_size: Largest batch when `data` is tensors, which are cut evenly.
@@ -106,8 +106,8 @@ def predict_linearised(
         >>> predict_linearised(model, posterior, torch.randn(5, 4))
         Predictions(5 examples, 3 classes, no labels, num_samples=1000, seed=0, computed_by='linearised')
     """
-    if not isinstance(posterior, DiagonalGaussian):
-        raise TypeError(f"posterior is a {type(posterior).__name__}: only a DiagonalGaussian can be linearised.")
+    check_linearisable(posterior)
+    noise_std = noise_of(model, posterior, likelihood, noise_std)
     check_likelihood(likelihood, noise_std)
     check_integer("num_samples", num_samples, 1)
     check_integer("batch_size", batch_size, 1)
@@ -115,7 +115,7 @@ def predict_linearised(
     batches = batches_of(data, batch_size)
     net = OutputModel(model, forward)
     with at_mean(model, posterior) as device:
-        outputs = _Outputs(net, model, posterior.to(device), vectorise)
+        outputs = LinearisedOutputs(net, model, posterior.to(device), vectorise)
 
         def columns_of(inputs: Any, labels: Any) -> dict[str, Tensor | None]:
             f, covariance = outputs(inputs, likelihood)
@@ -132,8 +132,14 @@ def predict_linearised(
     return result_of(rows, noise_std, num_samples=drawn, seed=seed, computed_by="linearised")
 
 
-class _Outputs:
-    """Computes mean and covariance of the outputs of a batch."""
+def check_linearisable(posterior: object) -> None:
+    """Raise unless a model can be linearised with this posterior."""
+    if not isinstance(posterior, DiagonalGaussian):
+        raise TypeError(f"posterior is a {type(posterior).__name__}: only a DiagonalGaussian can be linearised.")
+
+
+class LinearisedOutputs:
+    """Computes mean and covariance J Sigma J^T of the outputs of a batch, at the posterior's mean (`at_mean`)."""
 
     def __init__(self, net: OutputModel, model: nn.Module, posterior: DiagonalGaussian, vectorise: bool | None) -> None:
         parameters = named_parameters(model)
@@ -143,6 +149,7 @@ class _Outputs:
         self._per_example = PerExample(net, vectorise)
 
     def __call__(self, inputs: Any, likelihood: str) -> tuple[Tensor, Tensor]:
+        """Return the outputs (n, C) and their covariances (n, C, C)."""
         outputs: Tensor = self._net(inputs)
         check_outputs(likelihood, tuple(outputs.shape))
         f = outputs.reshape(len(outputs), -1).to(torch.promote_types(outputs.dtype, torch.float32))

@@ -34,13 +34,14 @@ from torch import Tensor, nn
 
 from bsam.batches import batches_of, inputs_and_labels, moved
 from bsam.interrupts import deferred, reading
+from bsam.likelihood import LearnedNoise
 from bsam.modules import Forward, evaluating, floating_type, preserved
 from bsam.posterior.base import Posterior
 from bsam.prediction.averages import average_for
 from bsam.prediction.passes import Passes, calibration_batches
 from bsam.prediction.results import GaussianPredictions, Predictions
 
-__all__ = ["at_mean", "check_integer", "collect", "predict", "result_of"]
+__all__ = ["at_mean", "check_integer", "collect", "noise_of", "predict", "result_of"]
 
 
 @overload
@@ -72,7 +73,7 @@ def predict(
     data: Any,
     *,
     likelihood: Literal["gaussian"],
-    noise_std: float,
+    noise_std: float | None = ...,
     num_samples: int = ...,
     seed: int = ...,
     chunk: int | None = ...,
@@ -132,7 +133,8 @@ def predict(
         likelihood: `"categorical"`: outputs are logits of K classes, (n, K), (n, T, K) for tokens, or (n, K, H, W) for
             pixels. `"bernoulli"`: logits (n,) or (n, 1) of class 1 of two, or (n, ...) of several yes/no questions,
             each with its own label (multi-label). `"gaussian"`: outputs (n,) or (n, D) are means of real targets.
-        noise_std: Standard deviation of the targets around the true output, for `"gaussian"`.
+        noise_std: Standard deviation of the targets around the true output, for `"gaussian"`. None: that of a
+            `bsam.LearnedNoise`, at the posterior's mean; of a `Mixture`, the root mean square over its parts.
         class_dim: The dimension of the outputs that has the classes, for `"categorical"`. By default the last of
             three dimensions, and dimension 1 of four or more. The result has the classes in the last dimension.
         ignore_index: Labels with this number have no say in metrics, as in `torch.nn.functional.cross_entropy`. If the
@@ -166,6 +168,7 @@ def predict(
         check_integer("chunk", chunk, 1, "Write None to choose by memory.")
     check_integer("seed", seed, -(2**63))
     check_integer("ignore_index", ignore_index, -(2**63))
+    noise_std = noise_of(model, posterior, likelihood, noise_std)
     start = average_for(likelihood, noise_std, class_dim=class_dim, keep_samples=keep_samples)
     batches = batches_of(data, batch_size)
     calibration = calibration_batches(recalibrate, batch_size)
@@ -196,6 +199,19 @@ def predict(
     if weights is not None:
         settings["sample_weights"] = torch.tensor(weights)
     return result_of(rows, noise_std, ignore_index, **settings)
+
+
+def noise_of(model: nn.Module, posterior: Posterior, likelihood: str, noise_std: float | None) -> float | None:
+    """Return `noise_std`, or if it is None the learned noise of the posterior, if the model has one.
+
+    The mixture over the parts of an ensemble has the mean of their variances. So mean and variance of its predictions
+    are exact, and all its samples have one noise.
+    """
+    if likelihood != "gaussian" or noise_std is not None or not isinstance(model, LearnedNoise):
+        return noise_std
+    posterior.check_fits(model)
+    logs = [float(part.mean["log_noise_std"]) for part in posterior.parts]
+    return math.sqrt(math.fsum(w * math.exp(2 * log) for w, log in zip(posterior.weights, logs, strict=True)))
 
 
 @contextlib.contextmanager
@@ -243,7 +259,7 @@ def collect(
     Args:
         batches: The batches.
         device: Where the inputs are moved to.
-        columns_of: Returns tensors with one row per example.
+        columns_of: Returns tensors with one row per example, first those that have the classes or outputs.
         dtype: The type of inputs that are arrays of real numbers.
         ignore_index: What labels are padded with.
     """
@@ -267,7 +283,7 @@ def collect(
 
 def _check_same_outputs(columns: list[dict[str, Tensor | None]]) -> None:
     """Raise unless all batches have the same number of classes or outputs; classes may have more or fewer positions."""
-    name = "log_probs" if "log_probs" in columns[0] else "mean"
+    name = next(iter(columns[0]))  # the first column has the outputs
     shapes = [tuple(part.shape) for batch in columns if (part := batch[name]) is not None]
     fixed = {(len(shape), shape[-1]) if name == "log_probs" else shape[1:] for shape in shapes}
     if len(fixed) > 1:

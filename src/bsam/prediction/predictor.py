@@ -24,7 +24,7 @@ from bsam.posterior.base import Posterior, check_tensors_fit
 from bsam.prediction.averages import average_for
 from bsam.prediction.exporting import export_program, write_onnx
 from bsam.prediction.passes import Passes, calibration_batches, run_together
-from bsam.prediction.predict import at_mean, check_integer
+from bsam.prediction.predict import at_mean, check_integer, noise_of
 from bsam.prediction.results import entropy
 from bsam.torch_private import scan_stack
 
@@ -54,7 +54,7 @@ class Predictor(nn.Module):
             own `num_samples` is then the number of its networks.
         seed: Seed of the samples.
         likelihood: As for `bsam.predict`.
-        noise_std: Standard deviation of the targets around the true output, for `"gaussian"`.
+        noise_std: As for `bsam.predict`.
         class_dim: As for `bsam.predict`.
         forward: `forward(model, inputs)` runs the model, if `model(inputs)` is not the right call.
         recalibrate: Training data to estimate BatchNorm's running statistics again at each sample, as for
@@ -92,6 +92,7 @@ class Predictor(nn.Module):
         check_integer("batch_size", batch_size, 1)
         calibration = calibration_batches(recalibrate, batch_size)
         model = unwrapped(model)
+        noise_std = noise_of(model, posterior, likelihood, noise_std)
         settings: dict[str, Any] = {
             "likelihood": likelihood,
             "noise_std": noise_std,

@@ -1,9 +1,10 @@
-"""Records written by hand, to test what is made of them."""
+"""Records written by hand, to test what is made of them, and what two trainings of a run must have in common."""
 
 import dataclasses
 import json
 
 from bsam.experiments.paper.presets import preset
+from bsam.experiments.record import read_json
 
 VALUES = {"accuracy": 0.9, "nll": 0.3, "ece": 0.02, "auroc": 0.9}
 
@@ -38,3 +39,16 @@ def write_record(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))
     return path
+
+
+def results(folder):
+    """By run: what its record says of training and test, without hashes of files, times and the machine."""
+    found = {}
+    for path in sorted(folder.glob("**/seed*.json")):
+        record = read_json(path)
+        test = {
+            samples: {name: value for name, value in metrics.items() if not name.endswith("sha256")}
+            for samples, metrics in record["evaluations"]["test"].items()
+        }
+        found[str(path.relative_to(folder))] = record["config"], record["final_loss"], test
+    return found

@@ -14,6 +14,7 @@ from bsam.experiments.reproduce.scales import scaled
 from bsam.experiments.runs import Run
 from bsam.experiments.stacks import Stack
 from bsam.files import locked
+from tests.experiments.data.test_uci import write_set
 
 
 def invoke(*arguments):
@@ -124,6 +125,9 @@ def test_a_folder_that_a_kill_left_with_empty_settings_is_used(places, tmp_path)
         (["reproduce", "table1", "--methods", "sgd,sdg"], "--methods sdg"),
         (["reproduce", "all", "--block", "mnist"], "choose within one table"),
         (["sweep", "lr"], "there is no sweep of 'lr': write rho"),
+        (["sweep", "rho", "--on", "spark"], "--on spark: write ray for this machine, or ray://HOST:PORT for a cluster"),
+        (["sweep", "rho", "--on", "ray://host:port"], "--on ray://host:port: write ray for this machine"),
+        (["sweep", "rho", "--storage", "s3://runs"], "--storage, --cores and --gpus are for Ray: write also --on ray"),
         (["ablate", "rho"], "choose one of noise, samples, splits, curvature"),
     ],
 )
@@ -140,3 +144,33 @@ def test_help_teaches():
     assert "bsam sweep rho --scale tiny" in invoke("sweep", "--help").output
     assert "bsam ablate splits --scale tiny" in invoke("ablate", "--help").output
     assert invoke("reproduce", "table1", "--scale", "small").exit_code == 2
+
+
+@pytest.mark.filterwarnings("ignore:after .* steps .* of the precision")
+def test_uci_is_a_study_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_set(tmp_path / "data", rows=60)
+    command = [
+        "reproduce",
+        "uci",
+        "--data",
+        tmp_path / "data",
+        "--scale",
+        "tiny",
+        "--block",
+        "yacht",
+        "--methods",
+        "adam",
+    ]
+    assert "1 of 1 sets and methods are to be run" in invoke(*command, "--dry-run").output
+    done = invoke(*command)
+    assert done.exit_code == 0, done.output
+    assert re.search(r"yacht +Adam +log-likelihood", done.output)
+    assert (tmp_path / "runs" / "uci" / "part.json").exists()  # a part does not replace the record of everything
+    assert "0 of 1" in invoke(*command, "--dry-run").output
+    for wrong, message in (
+        (["reproduce", "uci", "table1"], "uci is a study of its own"),
+        (["reproduce", "uci", "--scale", "reduced"], "no reduced scale"),
+        (["reproduce", "uci", "--block", "cars"], "there is no UCI set 'cars'"),
+    ):
+        assert message in str(invoke(*wrong).exception)

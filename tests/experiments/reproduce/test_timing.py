@@ -10,7 +10,15 @@ from bsam.experiments.paper.presets import preset
 from bsam.experiments.reproduce import timing
 from bsam.experiments.reproduce.plan import Places, make_plan, wanted_by_table
 from bsam.experiments.reproduce.scales import scaled
-from bsam.experiments.reproduce.timing import Estimate, estimate, num_steps, time_step
+from bsam.experiments.reproduce.timing import (
+    Estimate,
+    estimate,
+    estimate_elsewhere,
+    num_steps,
+    read_records,
+    time_gradient,
+    work,
+)
 from bsam.experiments.trainer import Trainer
 from tests.experiments.reproduce.records import write_record
 
@@ -31,26 +39,48 @@ def test_the_count_is_what_a_run_does(drop_last):
     assert num_steps(config) == done
 
 
-def test_a_step_is_timed_without_any_data(monkeypatch):
-    monkeypatch.setenv("BSAM_DATA", "/nowhere")
-    assert time_step(preset("table6/mnist/bsam"), CPU) > 0
+def test_work_is_that_of_the_gradients():
+    """784-500-300-9: two operations per weight and example; SAM computes two gradients where SGD computes one."""
+    sgd, sam = (preset(f"table6/mnist/{method}") for method in ("sgd", "sam-sgd"))
+    examples = num_steps(sgd) * sgd.batch_size
+    assert work(sgd) == examples * 2 * (784 * 500 + 500 * 300 + 300 * 9)
+    assert work(sam) / num_steps(sam) == 2 * work(sgd) / num_steps(sgd)
+    assert work(replace(sgd, epochs=2 * sgd.epochs)) == 2 * work(sgd)
 
 
-def test_records_of_the_same_device_go_before_timed_steps(tmp_path):
+def plan_of(tmp_path, *methods):
     places = Places(tmp_path, tmp_path, tmp_path)
-    tasks = make_plan(wanted_by_table("table6", "mnist", ["sgd"]), seeds=9, scale="full", places=places).tasks
+    return make_plan(wanted_by_table("table6", "mnist", methods), seeds=9, scale="full", places=places).tasks
+
+
+def test_records_of_the_same_device_go_before_a_timed_gradient(tmp_path, monkeypatch):
+    monkeypatch.setenv("BSAM_DATA", "/nowhere")  # no data is needed
+    tasks = plan_of(tmp_path, "sgd")
     write_record(tmp_path, "table6/mnist/sgd", 0, device="NVIDIA H200")
-    found = estimate(tasks, tmp_path, CPU)["table6/mnist/sgd"]
-    assert found.source == "timed"
-    assert found.seconds > 0
+    found = estimate(tasks, read_records(tmp_path), CPU)["table6/mnist/sgd"]
+    config = preset("table6/mnist/sgd")
+    seconds = num_steps(config) * config.batch_size * time_gradient("mlp", (1, 28, 28))
+    assert found == Estimate(seconds, "timed")
     for seed in (1, 2):
         write_record(tmp_path, "table6/mnist/sgd", seed, device="CPU, x86_64, 64 cores")  # seconds: 10 + seed
-    found = estimate(tasks, tmp_path, CPU)["table6/mnist/sgd"]
-    assert (found.source, found.seconds) == ("records", 11.5)
+    found = estimate(tasks, read_records(tmp_path), CPU)["table6/mnist/sgd"]
+    assert found == Estimate(11.5, "records")
 
 
-def test_what_is_compiled_is_not_timed_by_steps_that_are_not(tmp_path, monkeypatch):
-    places = Places(tmp_path, tmp_path, tmp_path)
-    tasks = make_plan(wanted_by_table("table6", "mnist", ["sgd"]), seeds=1, scale="full", places=places).tasks
+def test_on_a_gpu_a_run_takes_as_long_as_a_similar_one_by_its_work(tmp_path, monkeypatch):
+    """Its steps are compiled, so nothing is timed."""
+    tasks, cuda = plan_of(tmp_path, "sgd", "bsam"), torch.device("cuda")
     monkeypatch.setattr(timing, "environment", lambda device: {"device": "NVIDIA H200"})
-    assert estimate(tasks, tmp_path, torch.device("cuda")) == {"table6/mnist/sgd": Estimate(None, "no record")}
+    assert estimate(tasks, [], cuda)["table6/mnist/sgd"] == Estimate(None, "no record")
+    assert estimate_elsewhere(tasks, []) is None
+    write_record(tmp_path, "table6/mnist/sgd", 2, device="NVIDIA A100")  # 12 s
+    write_record(tmp_path, "table6/fashionmnist/sgd", 0, device="NVIDIA A100")  # another network
+    found = estimate(tasks, read_records(tmp_path), cuda)
+    twice = 12 * work(preset("table6/mnist/bsam")) / work(preset("table6/mnist/sgd"))
+    assert found["table6/mnist/sgd"] == Estimate(pytest.approx(12), "NVIDIA A100")
+    assert found["table6/mnist/bsam"] == Estimate(pytest.approx(twice), "NVIDIA A100")
+    assert estimate_elsewhere(tasks, read_records(tmp_path)) == ("NVIDIA A100", pytest.approx(9 * (12 + twice)))
+    write_record(tmp_path, "table6/mnist/bsam", 5, device="NVIDIA H200")  # 15 s; it is of this device, and the method's
+    found = estimate(tasks, read_records(tmp_path), cuda)
+    assert found["table6/mnist/bsam"] == Estimate(15, "records")
+    assert found["table6/mnist/sgd"] == Estimate(pytest.approx(15 * 12 / twice), "similar")

@@ -53,7 +53,7 @@ def test_all_is_done_and_an_error_is_one_sentence(tmp_path):
 
 def test_the_item_of_a_dead_worker_is_started_again_and_given_up_at_last(tmp_path):
     errors = run_all([0, 1, 2, 3], functools.partial(die, folder=tmp_path), jobs=1)
-    assert errors == {2: "its worker died 3 times, with exit status 3"}
+    assert errors == {2: "given up: its worker died 3 times, with exit status 3"}
     assert [(tmp_path / f"tries{item}").read_text() for item in range(4)] == ["x", "xx", "xxx", "x"]
 
 

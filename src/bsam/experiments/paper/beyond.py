@@ -8,7 +8,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from bsam.experiments.config import FIELDS, DtypeName
+from bsam.experiments.choices import DtypeName
+from bsam.experiments.config import FIELDS
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import METRICS, PAPER_SAMPLES, PaperBlock, PaperRow, PaperTable, paper_tables
 

@@ -8,12 +8,14 @@ from typing import Any
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from torch import Tensor
 
 import bsam
 from bsam.experiments.config import Config
 from bsam.experiments.demo import Map, cells
 from bsam.experiments.methods import METHODS
 from bsam.experiments.report.diagrams import draw_reliability, draw_svg
+from bsam.experiments.report.mistakes import count_errors, find_mistakes
 from bsam.experiments.report.page import write_page
 from bsam.experiments.style import probability
 
@@ -21,19 +23,31 @@ __all__ = ["write_demo_page"]
 
 
 def write_demo_page(
-    folder: Path, record: dict[str, Any], predictions: dict[str, bsam.Predictions], maps: dict[str, Map]
+    folder: Path, record: dict[str, Any], predictions: dict[str, bsam.Predictions], maps: dict[str, Map], images: Tensor
 ) -> Path:
-    """Write `index.html` into `folder`: the table, reliability diagrams, and the maps of two moons."""
+    """Write `index.html` into `folder`: the table, mistakes, reliability diagrams, and the maps of two moons.
+
+    Args:
+        folder: Folder of the page.
+        record: The demo's record.
+        predictions: By method, the predictions of the first seed.
+        maps: By method, its map of two moons.
+        images: The images that were predicted.
+    """
+    titled = {METHODS[method].title: each for method, each in predictions.items()}
     return write_page(
         folder / "index.html",
         "demo.html.j2",
         rows=cells(record),
         record=record,
+        ours=METHODS["bsam"].title,
+        errors=count_errors(titled),
+        mistakes=find_mistakes(images, titled),
         reliability=[
-            (METHODS[m].title, draw_reliability(p, num_bins=10, label=f"Reliability diagram of {METHODS[m].title}"))
-            for m, p in predictions.items()
+            (title, draw_reliability(each, num_bins=10, label=f"Reliability diagram of {title}"))
+            for title, each in titled.items()
         ],
-        moons=[(METHODS[m].title, _moons(m, each), f"{each.certain_far_away(0.99):.0%}") for m, each in maps.items()],
+        moons=[(METHODS[m].title, _moons(m, each), f"{each.certain_far_away(0.95):.0%}") for m, each in maps.items()],
         settings=[(METHODS[method].title, _settings(result["config"])) for method, result in record["methods"].items()],
         num_samples=record["methods"]["bsam"]["config"]["num_samples"],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import matplotlib
@@ -47,10 +47,12 @@ def draw_curves(record: dict[str, Any], metric: str, *, label: str) -> Markup:
     return draw_svg(draw, size=(4.6, 3.2), label=label)
 
 
-def draw_svg(draw: Callable[[Axes], Any], *, size: tuple[float, float], label: str) -> Markup:
+def draw_svg(
+    draw: Callable[[Axes], Any], *, size: tuple[float, float], label: str, colours: Mapping[str, str] | None = None
+) -> Markup:
     """Return what `draw` puts on empty axes of `size` inches, as an SVG element that scales with its container.
 
-    A screen reader says `label`.
+    A screen reader says `label`. `colours` has colours of the page, like `var(--good)`, by the colour that `draw` uses.
     """
     style: Any = {**dict.fromkeys(_INKED, _INK), "axes.facecolor": "none", "svg.fonttype": "none", "font.size": 10}
     buffer = io.StringIO()
@@ -59,7 +61,9 @@ def draw_svg(draw: Callable[[Axes], Any], *, size: tuple[float, float], label: s
         draw(figure.subplots())
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    svg = svg[svg.index("<svg") :]
+    for drawn, shown in {_INK: "currentColor", **(colours or {})}.items():
+        svg = svg.replace(drawn, shown)
     # A height in points would keep the figure from shrinking with the page. Ids must differ within a page.
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 width="100%"', svg, count=1)

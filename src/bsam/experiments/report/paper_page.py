@@ -1,37 +1,36 @@
 """The page of `bsam report`: the paper's tables beside ours, diagrams, curves, and the figures of the theory.
 
-The page shows only records, files of `results/`: `runs/PRESET/seedK.json`, `sweep_*.json`, `ablate_*.json`,
-`tuning_cifar10.json`, `demo.json` and `figures.json`. A missing record is shown as missing, with the command that makes
-it.
+The page begins with pictures of all numbers. It shows only records, files of `results/`: `runs/PRESET/seedK.json`,
+`sweep_*.json`, `ablate_*.json`, `tuning_cifar10.json`, `demo.json` and `figures.json`. A missing record is shown as
+missing, with the command that makes it.
 """
 
 from __future__ import annotations
 
-import base64
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
-from PIL import Image
 
 import bsam
 from bsam.experiments import demo
 from bsam.experiments.comparison import TABLES, TESTED_SEEDS, Block, Cell, Comparison, Mark, Row, compare
 from bsam.experiments.config import from_mapping
 from bsam.experiments.methods import METHODS
-from bsam.experiments.metric_columns import DECIMALS, TITLES, number
+from bsam.experiments.metric_columns import TITLES, number, signed
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import PAPER_SEEDS
 from bsam.experiments.record import read_json
 from bsam.experiments.recorded_runs import recorded
 from bsam.experiments.report.diagrams import draw_curves, draw_reliability
+from bsam.experiments.report.overview import draw_panels
 from bsam.experiments.report.page import write_page
 from bsam.experiments.reproduce.show import scale_note, scale_notes, settings_notes, tuning_rows, tuning_sentence
-from bsam.experiments.reproduce.studies import ABLATIONS, Study, sweep_rho
+from bsam.experiments.reproduce.studies import ABLATIONS, Study, collect, sweep_rho
 
 __all__ = ["write_paper_page"]
 
@@ -44,7 +43,7 @@ _MARKS: dict[Mark, tuple[str, str]] = {
     "worse": ("▼", "Worse than the paper's number, by the same test."),
     "open": ("?", "Neither: these seeds, ours and the paper's, do not decide it."),
     "reduced": ("◐", "Fewer epochs than the paper's, fewer than three seeds, or (tiny) other data: not judged."),
-    "not run": ("–", "Not run yet."),
+    "not run": ("–", "We have no run of this number."),
 }
 """Symbol and meaning of each mark; `bsam.experiments.comparison` decides which mark a cell has."""
 
@@ -76,20 +75,44 @@ class _Line:
     """What it has less than the paper's runs."""
     command: str = ""
     ran: bool = True
+    shaded: bool = False
+    """Whether it is the paper's method, bSAM."""
 
 
-def write_paper_page(path: Path, records: Path, figures: Path) -> Path:
+def _no_progress(what: str) -> None:
+    pass
+
+
+def write_paper_page(path: Path, records: Path, figures: Path, progress: Callable[[str], None] = _no_progress) -> Path:
     """Write the page.
 
     Args:
         path: The file to write.
         records: Folder of the runs' records; the other records are beside it, or in it.
         figures: Folder of the theory's figures, as `bsam figure all --out FOLDER` writes them.
+        progress: Called with the name of what is read or drawn next.
     """
+    from bsam.experiments.report.gallery import gallery  # needs the extra `theory`
+
     if not records.is_dir():
         raise FileNotFoundError(f"{records} is no folder of records: name one with --records, or run `bsam reproduce`.")
+    progress(records.as_posix())
     environments = [read_json(file)["environment"] for file in sorted(records.rglob("seed*.json"))]
     comparisons = [compare(name, records) for name in TABLES]
+    total = {mark: sum(comparison.counts[mark] for comparison in comparisons) for mark in _MARKS}
+    progress("overview")
+    panels = draw_panels(comparisons)
+    tables = []
+    for comparison in comparisons:
+        progress(comparison.table)
+        tables.append(_table(comparison, records))
+    studies: list[dict[str, Any]] = []
+    missing: list[dict[str, Any]] = []
+    for study in (sweep_rho("full"), *(make() for make in ABLATIONS.values())):
+        progress(study.file)
+        found = _study(study, records)
+        (studies if found["rows"] else missing).append(found)
+    progress(path.as_posix())
     return write_page(
         path,
         "paper.html.j2",
@@ -97,13 +120,16 @@ def write_paper_page(path: Path, records: Path, figures: Path) -> Path:
         heads=list(TITLES.values()),
         marks=_MARKS,
         records=records.as_posix(),
-        tables=[_table(comparison, records) for comparison in comparisons],
-        total={mark: sum(comparison.counts[mark] for comparison in comparisons) for mark in _MARKS},
+        panels=panels,
+        tables=tables,
+        total=total,
+        num_judged=sum(count for mark, count in total.items() if mark != "not run"),
         num_runs=len(environments),
-        studies=[_study(study, records) for study in (sweep_rho("full"), *(make() for make in ABLATIONS.values()))],
+        studies=studies,
+        missing=missing,
         tuning=_tuning(_beside(records, "tuning_cifar10.json")),
         demo=_demo(_beside(records, "demo.json")),
-        pictures=list(_pictures(figures)),
+        pictures=list(gallery(figures)),
         theory=_theory(_beside(records, "figures.json")),
         machines=Counter(_machine(environment) for environment in environments),
     )
@@ -138,7 +164,7 @@ def _table(comparison: Comparison, records: Path) -> dict[str, Any]:
 def _line(row: Row) -> _Line:
     if not row.seeds:
         cells = [_Number(None, "– not run", _printed(cell)) for cell in row.cells]
-        return _Line(row.label, cells, "Not run yet", command=row.command, ran=False)
+        return _Line(row.label, cells, "Not run", command=row.command, ran=False, shaded=_is_bsam(row))
     cells = [_number(cell, "tiny" if row.scale == "tiny" else cell.mark or "") for cell in row.cells]
     if row.members > 1:
         return _Line(row.label, cells, f"One ensemble of {row.members} runs")
@@ -147,7 +173,11 @@ def _line(row: Row) -> _Line:
         parts.append(_count(row.samples, "posterior sample"))
     if row.seconds is not None:
         parts.append(f"{_duration(row.seconds)} per run")
-    return _Line(row.label, cells, ", ".join(parts), _cut(row), row.command)
+    return _Line(row.label, cells, ", ".join(parts), _cut(row), row.command, shaded=_is_bsam(row))
+
+
+def _is_bsam(row: Row) -> bool:
+    return row.label == METHODS["bsam"].title
 
 
 def _printed(cell: Cell) -> str:
@@ -158,7 +188,7 @@ def _number(cell: Cell, words: str) -> _Number:
     paper = _printed(cell)
     if cell.mean is None or math.isnan(cell.mean):  # like the AUROC of runs without a mistake
         return _Number(None, "undefined", paper)
-    difference = "" if cell.difference is None else f"{cell.difference:+.{DECIMALS[cell.metric]}f}"
+    difference = "" if cell.difference is None else signed(cell.metric, cell.difference)
     return _Number(cell.mean, number(cell.metric, cell.mean, cell.sd), paper, cell.mark, difference, words, cell.best)
 
 
@@ -194,7 +224,7 @@ def _diagrams(table: str, block: Block, records: Path) -> Iterator[tuple[str, st
             if "reliability" in run.test.get(samples, {}):
                 bins = bsam.metrics.ReliabilityTable.from_rows(run.test[samples]["reliability"])
                 label = f"Reliability diagram of {row.label} in {table}, {block.title}"
-                caption = f"seed {run.seed}, ECE {run.test[samples]['ece']:.4f}"
+                caption = f"The ECE of seed {run.seed} is {run.test[samples]['ece']:.4f}."
                 yield row.label, caption, draw_reliability(bins, label=label)
                 break
 
@@ -208,7 +238,8 @@ def _demo(record: dict[str, Any] | None) -> list[_Line]:
         numbers = [_Number(float(cell.split()[0]), cell) for cell in row]
         seeds, epochs = record["seeds"], from_mapping(result["config"]).total_epochs
         about = f"{_count(seeds, 'seed')}, {_count(epochs, 'epoch')}, {_duration(result['seconds'] / seeds)} per run"
-        lines.append(_Line(name, numbers, about, command=f"bsam demo --seeds {seeds}"))
+        shaded = result["config"]["method"] == "bsam"
+        lines.append(_Line(name, numbers, about, command=f"bsam demo --seeds {seeds}", shaded=shaded))
     return lines
 
 
@@ -228,10 +259,12 @@ def _tuning(record: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _study(study: Study, records: Path) -> dict[str, Any]:
-    """Return the curves and the numbers of a sweep or an ablation."""
+    """Return the curves and the numbers of a sweep or an ablation; without its record, those of the runs of tables."""
     record = _beside(records, f"{study.file}.json")
     if record is None:
-        return {"title": study.title, "note": "", "command": study.command, "diagrams": [], "rows": []}
+        record = collect(study, "full", records, study.command)
+        if all(len(curve["x"]) < 2 for curve in record["series"]):  # a single point is no curve
+            return {"title": study.title, "command": study.command, "rows": []}
     title, x_name = record["title"], record["x"]
     rows = []
     for curve in record["series"]:
@@ -242,31 +275,13 @@ def _study(study: Study, records: Path) -> dict[str, Any]:
         "title": title,
         "note": scale_note(record["scale"]),
         "command": record["command"],
+        "x": x_name,
         "diagrams": [(head, draw_curves(record, metric, label=f"{title}: {head}")) for metric, head in TITLES.items()],
         "rows": rows,
     }
 
 
 # ------------------------------------------------------------------ theory
-
-
-def _pictures(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the figures of the gallery; a figure that is not in the folder has no data."""
-    from bsam.experiments.figures import FIGURES  # needs the extra `theory`
-
-    for name, found in FIGURES.items():
-        path = folder / f"{name}.png"
-        picture: dict[str, Any] = {
-            "name": name,
-            "what": found.what,
-            "command": f"bsam figure {name} --out {name}.png",
-            "data": None,
-        }
-        if path.is_file():
-            with Image.open(path) as image:
-                picture |= {"width": image.width, "height": image.height}
-            picture["data"] = base64.b64encode(path.read_bytes()).decode()
-        yield picture
 
 
 def _theory(record: dict[str, Any] | None) -> dict[str, list[tuple[str, str]]]:

@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from bsam.experiments.commands import app
-from bsam.experiments.comparison import SEEDS, TABLES, compare, find_table
-from bsam.experiments.config import toml_value
-from bsam.experiments.data import load
 from bsam.experiments.options import Extent, Suites, Work, split_names, taking
-from bsam.experiments.record import write_json
-from bsam.experiments.reproduce.carry_out import carry_out
-from bsam.experiments.reproduce.plan import Places, Wanted, find_places, make_plan, wanted_by_table
-from bsam.experiments.reproduce.show import BEST_NOTE, block_table, counts_sentence, study_tables, tuning_table
-from bsam.experiments.reproduce.studies import ABLATIONS, Study, collect, refuse_to_replace, sweep_rho
-from bsam.experiments.reproduce.study_figure import draw_study
-from bsam.experiments.reproduce.tuning import TUNINGS, collect_tries, execute_tries, plan_tries, read_tuning
-from bsam.experiments.suites import check_suites
+
+if TYPE_CHECKING:
+    from bsam.experiments.reproduce.plan import Places, Wanted
+    from bsam.experiments.reproduce.studies import Study
 
 __all__ = ["ablate", "reproduce", "sweep", "tune"]
 
@@ -30,8 +23,8 @@ __all__ = ["ablate", "reproduce", "sweep", "tune"]
 @app.command()
 @taking(Extent)
 def reproduce(
-    tables: Annotated[list[str], typer.Argument(metavar="TABLE...", help="table1 to table6, or all.")],
-    block: Annotated[str | None, typer.Option(help="One block of the table, like cifar10.")] = None,
+    tables: Annotated[list[str], typer.Argument(metavar="TABLE...", help="table1 to table6, or all; or uci.")],
+    block: Annotated[str | None, typer.Option(help="One block of the table, like cifar10; of uci one set.")] = None,
     methods: Annotated[str | None, typer.Option(help="Some methods, with commas between, like sgd,bsam.")] = None,
     suite: Suites = None,
     *,
@@ -50,10 +43,21 @@ def reproduce(
 
     [bold]bsam reproduce table1 --block cifar10 --methods sgd,bsam --data data[/bold]
 
+    Regression on UCI's sets, which is not in the paper, on the CPU. --seeds is the number of splits:
+
+    [bold]bsam reproduce uci --data data[/bold]
+
     Train more seeds, and see what their doubt is worth on unknown and corrupted images:
 
     [bold]bsam reproduce table1 --block cifar10 --seeds 5 --first-seed 5 --suite shift[/bold]
     """
+    from bsam.experiments.comparison import TABLES, compare, find_table
+    from bsam.experiments.reproduce.plan import wanted_by_table
+    from bsam.experiments.reproduce.show import BEST_NOTE, block_table, counts_sentence
+
+    if "uci" in tables:
+        _reproduce_uci(tables, block, methods, suite, options)
+        return
     names = list(TABLES) if tables == ["all"] else [find_table(table) for table in tables]
     if len(names) != 1 and (block is not None or methods is not None):
         raise ValueError("--block and --methods choose within one table: name one, like table1.")
@@ -74,6 +78,40 @@ def reproduce(
         raise typer.Exit(1)
 
 
+def _reproduce_uci(
+    tables: list[str], block: str | None, methods: str | None, suite: str | None, options: Extent
+) -> None:
+    """Run the regression study; its record has all sets and methods, so a part of it goes to another file."""
+    from bsam.experiments.data.download import data_folder
+    from bsam.experiments.regression.study import Extent as UciExtent
+    from bsam.experiments.regression.study import carry_out_uci, missing_uci
+
+    if tables != ["uci"]:
+        raise ValueError("uci is a study of its own: write bsam reproduce uci, without other tables.")
+    if suite is not None or options.on is not None:
+        raise ValueError("uci is regression on this machine's CPU: leave out --suite and --on.")
+    if options.scale == "reduced":
+        raise ValueError("uci has no reduced scale: write --scale tiny, or --seeds for the number of splits.")
+    tiny = options.scale == "tiny"
+    whole = UciExtent()
+    extent = UciExtent(
+        num_splits=options.seeds or (2 if tiny else None),
+        steps=50 if tiny else None,
+        sets=whole.sets if block is None else (block,),
+        methods=whole.methods if methods is None else tuple(method.strip() for method in methods.split(",")),
+    )
+    full = (extent.sets, extent.methods) == (whole.sets, whole.methods) and not tiny
+    folder = options.runs or Path("runs")
+    runs = folder / "uci"
+    if options.dry_run:
+        missing = missing_uci(extent, data_folder(options.data), runs)
+        typer.echo(f"{len(missing)} of {len(extent.sets) * len(extent.methods)} sets and methods are to be run.")
+        return
+    out = (options.records or Path("results")) / "uci.json" if full else runs / "part.json"
+    carry_out_uci(extent, data_folder(options.data), runs, out, say=typer.echo)
+    typer.echo(f"Record: {out}")
+
+
 @app.command()
 @taking(Extent)
 def sweep(what: Annotated[str, typer.Argument(help="The setting that is varied: rho.")], *, options: Extent) -> None:
@@ -83,6 +121,8 @@ def sweep(what: Annotated[str, typer.Argument(help="The setting that is varied: 
 
     [bold]bsam sweep rho --scale tiny[/bold]
     """
+    from bsam.experiments.reproduce.studies import sweep_rho
+
     if what != "rho":
         raise ValueError(f"there is no sweep of {what!r}: write rho.")
     _study(sweep_rho(options.scale), options)
@@ -90,13 +130,17 @@ def sweep(what: Annotated[str, typer.Argument(help="The setting that is varied: 
 
 @app.command()
 @taking(Extent)
-def ablate(what: Annotated[str, typer.Argument(help=f"One of {', '.join(ABLATIONS)}.")], *, options: Extent) -> None:
+def ablate(
+    what: Annotated[str, typer.Argument(help="noise, samples, splits or curvature.")], *, options: Extent
+) -> None:
     """Take bSAM apart: without noise, with more samples, more splits, the other curvature.
 
     Writes ablate_WHAT.json and ablate_WHAT.png. Runs of the paper's tables are shared with them. Example:
 
     [bold]bsam ablate splits --scale tiny[/bold]
     """
+    from bsam.experiments.reproduce.studies import ABLATIONS
+
     if what not in ABLATIONS:
         raise ValueError(f"there is no ablation of {what!r}: choose one of {', '.join(ABLATIONS)}.")
     _study(ABLATIONS[what](), options)
@@ -105,7 +149,7 @@ def ablate(what: Annotated[str, typer.Argument(help=f"One of {', '.join(ABLATION
 @app.command()
 @taking(Work)
 def tune(
-    what: Annotated[str, typer.Argument(help=f"One of {', '.join(TUNINGS)}, or a TOML file with a grid.")],
+    what: Annotated[str, typer.Argument(help="cifar10, or a TOML file with a grid.")],
     out: Annotated[Path | None, typer.Option(help="The record.", show_default="results/tuning_WHAT.json")] = None,
     *,
     options: Work,
@@ -117,6 +161,12 @@ def tune(
 
     [bold]bsam tune cifar10 --data data --jobs 4[/bold]
     """
+    from bsam.experiments.config import toml_value
+    from bsam.experiments.record import write_json
+    from bsam.experiments.reproduce.carry_out import carry_out
+    from bsam.experiments.reproduce.show import tuning_table
+    from bsam.experiments.reproduce.tuning import collect_tries, execute_tries, plan_tries, read_tuning
+
     dtype, runs = options.precision, options.runs or Path("runs")
     tuning = replace(read_tuning(what), dtype=dtype)
     path = out or Path("results") / f"tuning_{tuning.name}.json"
@@ -139,6 +189,10 @@ def tune(
 
 def _carry_out(wanted: list[Wanted], options: Extent, suites: Sequence[str] = ()) -> tuple[Places, bool]:
     """Run what a table or a study needs; return the folders, and whether a run failed."""
+    from bsam.experiments.comparison import SEEDS
+    from bsam.experiments.reproduce.carry_out import carry_out
+    from bsam.experiments.reproduce.plan import find_places, make_plan
+
     scale = options.scale
     places = find_places(scale, options.runs, options.records)
     plan = make_plan(
@@ -151,12 +205,21 @@ def _carry_out(wanted: list[Wanted], options: Extent, suites: Sequence[str] = ()
         suites=suites,
     )
     if not options.dry_run:
+        from bsam.experiments.data import load
+        from bsam.experiments.suites import check_suites
+
         for dataset, found in {task.config.dataset: task.suites for task in plan.tasks if task.suites}.items():
             check_suites(found, load(dataset, options.data), options.data)
     return places, carry_out(plan, scale, places.records, options)
 
 
 def _study(study: Study, options: Extent) -> None:
+    from bsam.experiments.record import write_json
+    from bsam.experiments.reproduce.plan import find_places
+    from bsam.experiments.reproduce.show import study_tables
+    from bsam.experiments.reproduce.studies import collect, refuse_to_replace
+    from bsam.experiments.reproduce.study_figure import draw_study
+
     scale = options.scale
     path = find_places(scale, options.runs, options.records).studies / f"{study.file}.json"
     refuse_to_replace(path, scale)

@@ -1,10 +1,11 @@
-"""Carrying out a plan: it is shown with its estimated time, and run by workers, with one progress bar per worker."""
+"""Carrying out a plan: it is shown with its estimated time, and run by workers, here or on Ray, with progress bars."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,13 +16,15 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from bsam.experiments.choices import Scale
 from bsam.experiments.config import Config
 from bsam.experiments.options import Work
-from bsam.experiments.recorded_runs import Scale
+from bsam.experiments.reproduce.cluster import check_address, connected, marked
 from bsam.experiments.reproduce.execute import execute
 from bsam.experiments.reproduce.plan import Plan, Task
 from bsam.experiments.reproduce.show import scale_note
-from bsam.experiments.reproduce.timing import estimate
+from bsam.experiments.reproduce.storage import Storage, work_in_storage
+from bsam.experiments.reproduce.timing import estimate, estimate_elsewhere, read_records
 from bsam.experiments.reproduce.workers import run_all, share_cores
 from bsam.experiments.runs import choose_device
 from bsam.experiments.stacks import find_stack
@@ -42,15 +45,69 @@ def carry_out(plan: Plan, scale: Scale, records: Path, options: Work, *, work: C
         work: Completes tasks that differ in seeds and rates only.
     """
     console = Console(stderr=True)
+    if options.on is not None:
+        check_address(options.on)
+        _show_plan(console, plan, scale, records, 1, None)
+        if options.dry_run or not plan.tasks:
+            return False
+        return _carry_out_on_ray(console, plan.tasks, scale, options, work)
+    if options.storage is not None or options.cores is not None or options.gpus is not None:
+        raise ValueError("--storage, --cores and --gpus are for Ray: write also --on ray, or --on ray://HOST:PORT.")
     device = choose_device(options.device)
     jobs, threads = share_cores(options.jobs, small=scale == "tiny")
     torch.set_num_threads(threads)
     _show_plan(console, plan, scale, records, jobs, device)
     if options.dry_run or not plan.tasks:
         return False
-    stacked = device.type == "cuda" if options.stack_seeds is None else options.stack_seeds
-    groups = stack_tasks(plan.tasks, options.stack_size) if stacked else [[task] for task in plan.tasks]
     bound = functools.partial(work, device=options.device, data=options.data, save_minutes=options.save_minutes)
+    run = functools.partial(run_all, work=bound, jobs=jobs, threads=threads, retries=options.retries)
+    return _run(console, _groups(plan.tasks, options, stacked=device.type == "cuda"), run)
+
+
+def _carry_out_on_ray(
+    console: Console, tasks: Sequence[Task], scale: Scale, options: Work, work: Callable[..., None]
+) -> bool:
+    """Run tasks on Ray; return whether a run failed."""
+    assert options.on is not None
+    storage = None
+    if options.storage is not None:
+        storage = Storage(options.storage if scale == "full" else f"{options.storage.rstrip('/')}/{scale}")
+    tasks = [replace(task, folder=task.folder.absolute(), record=task.record.absolute()) for task in tasks]
+    folders = {folder for task in tasks for folder in (task.folder.parent, task.record.parent)}
+    with marked(*folders):  # raises at once if they cannot be written
+        if storage is not None:
+            storage.check()
+    cores = options.cores or 1
+    with connected(options.on, cores=cores, gpus=options.gpus, device=options.device) as cluster:
+        if storage is not None:
+            cluster.check_storage(storage)
+            storage.fetch(tasks)
+        else:
+            cluster.check_folders(*folders)
+        bound = functools.partial(
+            work,
+            device=options.device or (None if cluster.gpus else "cpu"),
+            data=None if options.data is None else options.data.absolute(),
+            save_minutes=options.save_minutes,
+        )
+        if storage is not None:
+            bound = functools.partial(work_in_storage, work=bound, storage=storage)
+        run = functools.partial(
+            cluster.run_all, work=bound, jobs=options.jobs, retries=options.retries, wait=storage is None
+        )
+        return _run(console, _groups(tasks, options, stacked=cluster.gpus > 0), run, storage)
+
+
+def _groups(tasks: Sequence[Task], options: Work, *, stacked: bool) -> list[list[Task]]:
+    """Group the tasks: those of a group are trained together."""
+    stacked = stacked if options.stack_seeds is None else options.stack_seeds
+    return stack_tasks(tasks, options.stack_size) if stacked else [[task] for task in tasks]
+
+
+def _run(
+    console: Console, groups: list[list[Task]], run: Callable[..., dict[int, str]], storage: Storage | None = None
+) -> bool:
+    """Run all groups with progress bars; return whether a run failed."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -72,6 +129,8 @@ def carry_out(plan: Plan, scale: Scale, records: Path, options: Work, *, work: C
             refresh()
 
         def end(index: int, error: str | None) -> None:
+            if storage is not None:
+                storage.fetch(groups[index])
             shares[index] = 1.0
             finished.append(index)
             if index in bars:
@@ -86,14 +145,14 @@ def carry_out(plan: Plan, scale: Scale, records: Path, options: Work, *, work: C
                 progress.remove_task(bars.pop(index))
 
         def refresh() -> None:
-            done = f"{sum(len(groups[index]) for index in finished)} of {len(plan.tasks)} runs"
+            done = f"{sum(len(groups[index]) for index in finished)} of {sum(map(len, groups))} runs"
             progress.update(overall, completed=sum(shares.values()), description=done)
 
         finished: list[int] = []
         elsewhere: list[str] = []
         refresh()
         try:
-            errors = run_all(groups, bound, jobs=jobs, threads=threads, on_progress=show, on_end=end, on_busy=leave)
+            errors = run(groups, on_progress=show, on_end=end, on_busy=leave)
         except KeyboardInterrupt:
             progress.stop()
             console.print("stopped; the runs are saved. The same command goes on with them.")
@@ -139,35 +198,48 @@ def _title(tasks: list[Task]) -> str:
     )
 
 
-def _show_plan(console: Console, plan: Plan, scale: Scale, records: Path, jobs: int, device: torch.device) -> None:
+def _show_plan(
+    console: Console, plan: Plan, scale: Scale, records: Path, jobs: int, device: torch.device | None
+) -> None:
+    """Show the runs and their estimated time on `device`. None is a device of a cluster: nothing is estimated."""
     if note := scale_note(scale):
         console.print(note, highlight=False)
     if not plan.tasks:
         console.print(f"All {len(plan.recorded)} runs are recorded in {records}.", highlight=False)
         return
-    with console.status("timing a few steps"):
-        estimates = estimate(plan.tasks, records, device)
+    known = read_records(records)
+    estimates = {} if device is None else estimate(plan.tasks, known, device)
     left = Counter(task.name for task in plan.tasks)
     there = Counter(task.name for task in plan.recorded)
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("run", overflow="fold")
-    for column in ("epochs", "seeds left", "recorded", "one takes"):
+    for column in ("epochs", "seeds left", "recorded", *(["one takes"] if estimates else [])):
         table.add_column(column, justify="right")
-    table.add_column("by")
+    if estimates:
+        table.add_column("by")
     epochs = {task.name: task.config.total_epochs for task in plan.tasks}
     for name, count in left.items():
-        found = estimates[name]
-        takes = "?" if found.seconds is None else _clock(found.seconds)
-        table.add_row(name, str(epochs[name]), str(count), str(there[name]), takes, found.source)
+        row = [name, str(epochs[name]), str(count), str(there[name])]
+        if found := estimates.get(name):
+            row += ["?" if found.seconds is None else _clock(found.seconds), found.source]
+        table.add_row(*row)
     console.print(table)
     what = f"{len(plan.tasks)} runs to do, {len(plan.recorded)} recorded"
+    if device is None:
+        console.print(f"{what}.", highlight=False)
+        return
     seconds = [task.share_left * (estimates[task.name].seconds or 0.0) for task in plan.tasks]
     if all(found.seconds is not None for found in estimates.values()):
         what += f"; about {_clock(sum(seconds))} of training on {device}"
         what += f", {_clock(sum(seconds) / jobs)} with {jobs} jobs if they do not slow each other" if jobs > 1 else ""
         what += ". Evaluation comes on top"
+    if device.type == "cpu" and scale != "tiny" and (elsewhere := estimate_elsewhere(plan.tasks, known)):
+        gpu, total = elsewhere
+        what += f". On one {gpu}, by its records: about {_clock(total)}"
     console.print(
-        f"{what}. By: `records` of the same run on such a device, or `timed` steps on random images.", highlight=False
+        f"{what}. By: `records` of the same run on such a device, records of `similar` runs in proportion to the work, "
+        "or one `timed` gradient of the network.",
+        highlight=False,
     )
 
 

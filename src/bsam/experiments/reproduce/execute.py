@@ -18,7 +18,7 @@ from bsam.experiments.stacks import Stack, find_stack
 from bsam.experiments.suites import evaluate_suites, record_ensemble_suites
 from bsam.files import locked
 
-__all__ = ["execute"]
+__all__ = ["execute", "publish"]
 
 
 def _raise(task: Task, error: FloatingPointError) -> None:
@@ -116,7 +116,7 @@ def _evaluate(task: Task, **options: Any) -> None:
     if task.suites:
         evaluate_suites(task.folder, task.suites, samples=task.samples, **options)
     origin = {"scale": task.scale, "changes": list(task.changes)} if task.changes else {"scale": task.scale}
-    _publish({**read_json(run_record), **origin}, task.record)
+    publish({**read_json(run_record), **origin}, task.record)
 
 
 def _write_ensemble(task: Task, data: Path | None) -> None:
@@ -131,7 +131,7 @@ def _write_ensemble(task: Task, data: Path | None) -> None:
         record_ensemble_suites(path, members, task.suites, names, task.config, data)
 
 
-def _publish(content: dict[str, Any], record: Path) -> None:
+def publish(content: dict[str, Any], record: Path) -> None:
     """Write a record. Evaluations of the same training that only the old record has are kept."""
 
     def training(of: dict[str, Any]) -> dict[str, Any]:

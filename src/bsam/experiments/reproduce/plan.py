@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bsam.experiments.choices import DtypeName, Scale
 from bsam.experiments.comparison import find_table
-from bsam.experiments.config import Config, DtypeName, override
+from bsam.experiments.config import Config, override
 from bsam.experiments.methods import METHODS
 from bsam.experiments.paper.beyond import all_tables, beyond, own_dtype
-from bsam.experiments.recorded_runs import Recorded, Scale, recorded, same_run
+from bsam.experiments.recorded_runs import Recorded, recorded, same_run
 from bsam.experiments.reproduce.scales import scaled
 from bsam.experiments.suites import choose
 

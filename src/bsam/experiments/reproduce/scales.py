@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from bsam.experiments.choices import Scale
 from bsam.experiments.config import Config
 from bsam.experiments.paper.presets import preset
-from bsam.experiments.recorded_runs import Scale
 
 __all__ = ["REDUCTION", "scaled", "shrunk"]
 

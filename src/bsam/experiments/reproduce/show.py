@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from bsam.experiments.comparison import Block, Cell, Comparison, Mark
-from bsam.experiments.metric_columns import DECIMALS, TITLES, mean_and_sd, number, values_of
+from bsam.experiments.metric_columns import TITLES, mean_and_sd, number, signed, values_of
 from bsam.experiments.paper.beyond import settings_line
 
 __all__ = [
@@ -65,7 +65,7 @@ def counts_sentence(counts: dict[Mark, int]) -> str:
 
 def cell_lines(cell: Cell) -> tuple[str, str, str]:
     """Return our number, the paper's, and the difference with its mark."""
-    difference = "" if cell.difference is None else f"{cell.difference:+.{DECIMALS[cell.metric]}f} "
+    difference = "" if cell.difference is None else f"{signed(cell.metric, cell.difference)} "
     if cell.published is None:  # a row of ours
         return number(cell.metric, cell.mean, cell.sd), "—", ""
     return number(cell.metric, cell.mean, cell.sd), cell.published.printed, f"{difference}{cell.mark}"

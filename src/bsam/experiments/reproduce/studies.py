@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bsam.experiments.choices import SCALES, Scale
 from bsam.experiments.methods import METHODS
 from bsam.experiments.metric_columns import mean_and_sd, values_of
 from bsam.experiments.paper.results import METRICS, PAPER_SAMPLES, paper_tables
 from bsam.experiments.record import environment, read_json
-from bsam.experiments.recorded_runs import SCALES, Scale
 from bsam.experiments.reproduce.plan import Wanted, find_recorded
 
 __all__ = ["ABLATIONS", "Point", "Study", "collect", "refuse_to_replace", "sweep_rho"]

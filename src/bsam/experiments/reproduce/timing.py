@@ -1,25 +1,34 @@
-"""Estimates of training time, from records of the same run on the same kind of device, or from a few timed steps."""
+"""Estimates of training time, from records and, on a CPU, from one timed gradient of the network.
+
+The work of a run is the number of floating-point operations of its gradients. A run without a record takes as long as a
+similar recorded run, in proportion to their work.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
 
 from bsam.experiments.config import Config
-from bsam.experiments.data import DATASETS, Dataset
+from bsam.experiments.data import DATASETS
+from bsam.experiments.methods import METHODS
+from bsam.experiments.models import make_model
 from bsam.experiments.record import environment
-from bsam.experiments.recorded_runs import recorded
+from bsam.experiments.recorded_runs import Recorded, read_record
 from bsam.experiments.reproduce.plan import Task
-from bsam.experiments.trainer import Trainer
 
-__all__ = ["Estimate", "estimate", "num_steps", "time_step"]
+__all__ = ["Estimate", "estimate", "estimate_elsewhere", "num_steps", "read_records", "time_gradient", "work"]
 
-_TIMED_STEPS, _ENOUGH_SECONDS = 3, 1.0
+_TIMED_OPERATIONS = 2 * 10**9
+"""Operations of the forward pass of the examples that are timed together."""
 
 
 @dataclass(frozen=True)
@@ -28,34 +37,60 @@ class Estimate:
 
     seconds: float | None
     source: str
-    """`records`, `timed` steps, or `no record`."""
+    """`records` of the run, `similar` runs, a `timed` gradient, the name of another device, or `no record`."""
 
 
-def estimate(tasks: tuple[Task, ...], records: Path, device: torch.device) -> dict[str, Estimate]:
-    """Estimate the time of one run per name."""
+def read_records(folder: Path) -> list[Recorded]:
+    """Read all records of runs in a folder."""
+    return [read_record(path) for path in sorted(folder.rglob("seed*.json"))]
+
+
+def estimate(tasks: Iterable[Task], records: Sequence[Recorded], device: torch.device) -> dict[str, Estimate]:
+    """Estimate the time of one run per name on this device."""
     here = _kind(environment(device)["device"])
-    steps: dict[tuple[object, ...], float] = {}
+    on_this = [run for run in records if _kind(run.device) == here]
+    other, on_other = _most_used_gpu(records)
     estimates = {}
     for task in {task.name: task for task in tasks}.values():
-        seconds = [r.seconds for r in recorded(records, task.name, task.scale).values() if _kind(r.device) == here]
-        if seconds:
-            estimates[task.name] = Estimate(statistics.fmean(seconds), "records")
-            continue
-        if device.type == "cuda":  # steps are compiled there, so a step that is not compiled says nothing
+        config = task.config
+        if same := [run.seconds for run in on_this if run.config == config]:
+            estimates[task.name] = Estimate(statistics.fmean(same), "records")
+        elif device.type == "cpu":
+            gradients = num_steps(config) * config.batch_size * METHODS[config.method].gradients
+            estimates[task.name] = Estimate(gradients * time_gradient(*_network(config)), "timed")
+        elif on_this:
+            estimates[task.name] = Estimate(_by_similar(config, on_this), "similar")
+        elif on_other:
+            estimates[task.name] = Estimate(_by_similar(config, on_other), other)
+        else:
             estimates[task.name] = Estimate(None, "no record")
-            continue
-        cost = _decides_cost(task.config)
-        if cost not in steps:
-            steps[cost] = time_step(task.config, device)
-        estimates[task.name] = Estimate(steps[cost] * num_steps(task.config), "timed")
     return estimates
 
 
-def _decides_cost(config: Config) -> tuple[object, ...]:
-    """Return what a step's time depends on, so that CIFAR-10 and CIFAR-100 are timed once."""
-    shape = DATASETS[config.dataset].image_shape
-    arithmetic = config.precision, config.channels_last
-    return config.model, shape, config.method, config.splits, config.sample_noise, config.batch_size, arithmetic
+def estimate_elsewhere(tasks: Iterable[Task], records: Sequence[Recorded]) -> tuple[str, float] | None:
+    """Return the GPU with most records, and the seconds of all tasks there."""
+    name, runs = _most_used_gpu(records)
+    return (name, sum(task.share_left * _by_similar(task.config, runs) for task in tasks)) if runs else None
+
+
+def _most_used_gpu(records: Sequence[Recorded]) -> tuple[str, list[Recorded]]:
+    kinds = [_kind(run.device) for run in records]
+    name = statistics.mode([kind for kind in kinds if kind != "CPU"] or [""])
+    return name, [run for run, kind in zip(records, kinds, strict=True) if kind == name]
+
+
+def _by_similar(config: Config, known: Sequence[Recorded]) -> float:
+    """Return the seconds of the most similar runs, in proportion to their work."""
+
+    def similarity(other: Config) -> tuple[bool, ...]:
+        shape, other_shape = (DATASETS[each.dataset].image_shape for each in (config, other))
+        names = ("method", "precision", "splits", "sample_noise")
+        alike = (getattr(config, name) == getattr(other, name) for name in names)
+        return config.model == other.model, shape == other_shape, *alike
+
+    best = max(similarity(run.config) for run in known)
+    alike = [run for run in known if similarity(run.config) == best]
+    return work(config) * statistics.median(run.seconds / work(run.config) for run in alike)
 
 
 def _kind(device: str) -> str:
@@ -70,35 +105,32 @@ def num_steps(config: Config) -> int:
     return batches * config.total_epochs
 
 
-def time_step(config: Config, device: torch.device) -> float:
-    """Time one step on random images, so that no data is needed; a short first step is not counted."""
-    info = DATASETS[config.dataset]
-    count = (_TIMED_STEPS + 2) * config.batch_size
-    images = torch.randint(256, (count, *info.image_shape), dtype=torch.uint8, device=device)
-    labels = torch.randint(info.num_classes, (count,), device=device)
-    mean, std = (
-        torch.tensor(values, device=device).view(-1, *[1] * (len(info.image_shape) - 1))
-        for values in (info.mean, info.std)
-    )
-    data = (images, labels)
-    config = replace(config, swag_interval=1)  # SWAG needs two snapshots in these few batches
-    steps = Trainer(config, Dataset(info, data, data, data, mean, std), seed=0).steps()
-    seconds = [_time_next(steps, device)]
-    if seconds[0] < _ENOUGH_SECONDS:
-        seconds = []
-    while len(seconds) < _TIMED_STEPS and sum(seconds) < _ENOUGH_SECONDS:
-        seconds.append(_time_next(steps, device))
-    return statistics.median(seconds)
+def work(config: Config) -> float:
+    """Return the number of operations of all forward passes of a run; backward passes are in proportion to them."""
+    return num_steps(config) * config.batch_size * METHODS[config.method].gradients * _operations(*_network(config))
 
 
-def _time_next(steps: Iterator[None], device: torch.device) -> float:
-    _wait_for(device)
-    begin = time.perf_counter()
-    next(steps)
-    _wait_for(device)
-    return time.perf_counter() - begin
+def _network(config: Config) -> tuple[str, tuple[int, ...]]:
+    return config.model, DATASETS[config.dataset].image_shape  # the number of classes changes the work by little
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+@cache
+def _operations(model: str, image_shape: tuple[int, ...]) -> int:
+    """Count the operations of one example's forward pass, without computing it."""
+    network = make_model(model, num_classes=10, image_shape=image_shape, seed=0).to("meta")
+    with FlopCounterMode(display=False) as counter:
+        network(torch.empty(1, *image_shape, device="meta"))
+    return int(counter.get_total_flops())
+
+
+@cache
+def time_gradient(model: str, image_shape: tuple[int, ...]) -> float:
+    """Return the seconds of one example's gradient on the CPU; the first, slower pass is not counted."""
+    count = max(2, min(64, _TIMED_OPERATIONS // _operations(model, image_shape)))
+    network = make_model(model, num_classes=10, image_shape=image_shape, seed=0)
+    images, labels = torch.rand(count, *image_shape), torch.zeros(count, dtype=torch.long)
+    for _ in range(2):
+        begin = time.perf_counter()
+        torch.autograd.backward(cross_entropy(network(images), labels))
+        seconds = time.perf_counter() - begin
+    return seconds / count

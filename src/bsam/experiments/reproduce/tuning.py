@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bsam.experiments.config import FIELDS, Config, DtypeName, from_mapping, toml_value
+from bsam.experiments.choices import DtypeName
+from bsam.experiments.config import FIELDS, Config, from_mapping, toml_value
 from bsam.experiments.demo import grid_of
 from bsam.experiments.evaluate import evaluation_name
 from bsam.experiments.paper.presets import preset

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -20,22 +21,37 @@ import torch
 
 from bsam.experiments.runs import RunBusyError, RunInterruptedError, handled
 
-__all__ = ["available_cores", "run_all", "share_cores"]
+__all__ = [
+    "Answer",
+    "Busy",
+    "Item",
+    "Report",
+    "Work",
+    "answer",
+    "available_cores",
+    "now_and_then",
+    "run_all",
+    "share_cores",
+    "stopping",
+]
 
 Item = TypeVar("Item")
 Report = Callable[[float], None]
 Work = Callable[[Item, Report], None]
 
-_ATTEMPTS = 3
 _SECONDS_BETWEEN_REPORTS = 0.2
 _SPAWN = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
 
 
 @dataclass(frozen=True)
-class _Busy:
+class Busy:
     """The answer of a worker if another process is working on its item."""
 
     reason: str
+
+
+Answer = str | Busy | None
+"""The answer of a worker: an error in one sentence, `Busy`, or None if its item is done."""
 
 
 def run_all(
@@ -44,6 +60,7 @@ def run_all(
     *,
     jobs: int,
     threads: int | None = None,
+    retries: int = 2,
     on_progress: Callable[[int, float], None] = lambda index, share: None,
     on_end: Callable[[int, str | None], None] = lambda index, error: None,
     on_busy: Callable[[int, str], None] = lambda index, reason: None,
@@ -51,10 +68,11 @@ def run_all(
     """Work on all items in `jobs` worker processes, which take one item after the other.
 
     Args:
-        items: The items. If a worker dies, its item is tried again; an item has three attempts.
+        items: The items. If a worker dies, its item is tried again.
         work: Called in a worker with an item and a function that reports the share that is done. Must be picklable.
         jobs: Number of worker processes.
         threads: Number of torch's threads per worker.
+        retries: How often an item is tried again.
         on_progress: Called with an item's index and the share that is done.
         on_end: Called with an item's index and its error, or None.
         on_busy: Called instead of `on_end` with the index of an item that another process is working on, and the
@@ -79,7 +97,7 @@ def run_all(
         on_end(index, error)
 
     try:
-        with handled([signal.SIGTERM], _stop):
+        with stopping():
             while queue or busy:
                 while queue and len(busy) < jobs:
                     connection, process = idle.pop() if idle else _start(work, threads)
@@ -90,21 +108,22 @@ def run_all(
                 for connection in _ready(busy):
                     process, index = busy[connection]
                     try:
-                        message: float | str | _Busy | None = connection.recv()
+                        message: float | Answer = connection.recv()
                     except (EOFError, OSError):  # the process died
                         del busy[connection]
                         process.join()
-                        if attempts[index] < _ATTEMPTS:
+                        if attempts[index] <= retries:
                             queue.appendleft(index)
                         else:
-                            end(index, f"its worker died {_ATTEMPTS} times, with exit status {process.exitcode}")
+                            status = f"with exit status {process.exitcode}"
+                            end(index, f"given up: its worker died {attempts[index]} times, {status}")
                         continue
                     if isinstance(message, float):
                         on_progress(index, message)
                         continue
                     del busy[connection]
                     idle.append((connection, process))
-                    if not isinstance(message, _Busy):
+                    if not isinstance(message, Busy):
                         end(index, message)
                     elif index in postponed:
                         on_busy(index, message.reason)
@@ -122,8 +141,26 @@ def run_all(
     return errors
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt  # SIGTERM ends the work as Ctrl-C does
+def stopping() -> AbstractContextManager[None]:
+    """Let SIGTERM raise a KeyboardInterrupt while the block runs, as Ctrl-C does."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    return handled([signal.SIGTERM], stop)
+
+
+def answer(work: Work[Item], item: Item, report: Report) -> Answer:
+    """Work on an item, in a worker. An interrupt, and the end of a connection, are raised."""
+    try:
+        work(item, report)
+    except (BrokenPipeError, RunInterruptedError):
+        raise
+    except RunBusyError as busy:
+        return Busy(str(busy))
+    except Exception as failure:
+        return " ".join(str(failure).split()) or type(failure).__name__
+    return None
 
 
 def _ready(connections: Iterable[Connection]) -> list[Connection]:
@@ -150,32 +187,28 @@ def _serve(connection: Connection, work: Work[Item], threads: int | None) -> Non
             item = connection.recv()
         except EOFError:
             return
-        error: str | _Busy | None = None
         try:
-            work(item, _reporter(connection))
+            connection.send(answer(work, item, _reporter(connection)))
         except (BrokenPipeError, RunInterruptedError):  # the parent died, or stops this process
-            return
-        except RunBusyError as busy:
-            error = _Busy(str(busy))
-        except Exception as failure:
-            error = " ".join(str(failure).split()) or type(failure).__name__
-        try:
-            connection.send(error)
-        except BrokenPipeError:
             return
 
 
 def _reporter(connection: Connection) -> Report:
     """Return a function that sends an item's progress to the parent, a few times per second."""
-    last = 0.0
+    return now_and_then(lambda share: connection.send(float(share)), _SECONDS_BETWEEN_REPORTS)
 
-    def report(share: float) -> None:
+
+def now_and_then(report: Report, seconds: float) -> Report:
+    """Return a function that calls `report`, but at most once in so many seconds."""
+    last = -math.inf
+
+    def rarely(share: float) -> None:
         nonlocal last
-        if time.monotonic() - last > _SECONDS_BETWEEN_REPORTS:
-            connection.send(float(share))
+        if time.monotonic() - last > seconds:
+            report(share)
             last = time.monotonic()
 
-    return report
+    return rarely
 
 
 # ------------------------------------------------------------------ cores

@@ -5,10 +5,9 @@ A suite is one entry of `SUITES`; everything else reads the entry.
 
 from bsam.experiments.suites.of_ensembles import evaluate_ensemble_suites, record_ensemble_suites
 from bsam.experiments.suites.of_runs import check_run, check_suites, evaluate_suites
-from bsam.experiments.suites.registry import ALL, SUITES, Suite, choose
+from bsam.experiments.suites.registry import SUITES, Suite, choose
 
 __all__ = [
-    "ALL",
     "SUITES",
     "Suite",
     "check_run",

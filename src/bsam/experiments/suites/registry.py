@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 import bsam
+from bsam.experiments.choices import ALL_SUITES
 from bsam.experiments.corruptions import KINDS, STRENGTHS, check_images, corrupt
 from bsam.experiments.data import DATASETS, Dataset
 from bsam.experiments.suites.people import read_answers
@@ -17,10 +18,7 @@ from bsam.experiments.suites.ratings import rate_corruptions, rate_people, rate_
 from bsam.experiments.suites.show import corruptions_table, people_table, rejection_table, unknown_table
 from bsam.experiments.suites.unknown_inputs import UNKNOWN, unknown_images
 
-__all__ = ["ALL", "SUITES", "Suite", "choose"]
-
-ALL = "shift"
-"""Stands for all suites that fit a data set."""
+__all__ = ["SUITES", "Suite", "choose"]
 
 
 @dataclass(frozen=True)
@@ -82,20 +80,20 @@ SUITES: dict[str, Suite] = {
     ),
     "human": Suite("people's answers", rate_people, people_table, misfit=_no_people, about=read_answers),
 }
-"""By name in commands and records."""
+"""By name in commands and records: those of `SUITE_NAMES`."""
 
 
 def choose(names: Iterable[str], dataset: str) -> tuple[str, ...]:
     """Return the suites that are asked for, in the order of `SUITES`; `shift` stands for all that fit the data set."""
     asked = set(names)
-    unknown = sorted(asked - {ALL, *SUITES})
+    unknown = sorted(asked - {ALL_SUITES, *SUITES})
     if unknown:
-        raise ValueError(f"there is no suite {unknown[0]!r}: choose from {', '.join(SUITES)}, or {ALL} for all.")
+        raise ValueError(f"there is no suite {unknown[0]!r}: choose from {', '.join(SUITES)}, or {ALL_SUITES} for all.")
     fitting = [name for name, suite in SUITES.items() if suite.misfit(dataset) is None]
-    for name in sorted(asked - {ALL}):
+    for name in sorted(asked - {ALL_SUITES}):
         if reason := SUITES[name].misfit(dataset):
             raise ValueError(
-                f"the suite {name} does not fit {dataset}: {reason}. These do: {', '.join(fitting)}; {ALL} is all of "
-                "them."
+                f"the suite {name} does not fit {dataset}: {reason}. These do: {', '.join(fitting)}; {ALL_SUITES} is "
+                "all of them."
             )
-    return tuple(name for name in fitting if name in asked or ALL in asked)
+    return tuple(name for name in fitting if name in asked or ALL_SUITES in asked)

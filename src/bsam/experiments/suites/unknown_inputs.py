@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bsam.experiments.data import Dataset, load
+from bsam.experiments.data import Dataset, load_test
 
 __all__ = ["UNKNOWN", "unknown_images"]
 
@@ -37,7 +37,7 @@ def unknown_images(known: Dataset, name: str, folder: Path | None) -> Tensor:
     """Return the images of an unknown set in the format of the known one: uint8 (n, channels, height, width)."""
     if name in _MADE:
         return _MADE[name](known)
-    images = load(name, folder).test[0]
+    images, _ = load_test(name, folder)
     channels, _, width = known.image_shape
     if images.shape[-1] == 2 * width:
         images = F.avg_pool2d(images.float(), 2).round().to(torch.uint8)

@@ -1,0 +1,1 @@
+"""Regression on UCI's sets: many small networks that are trained as one."""
