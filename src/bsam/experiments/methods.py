@@ -172,8 +172,6 @@ class Method:
     """Number of gradients of each example in a step."""
     lr_unit: Callable[[Config, int], float] = lambda config, num_data: 1.0
     """The optimizer's learning rate for a learning rate of 1 in the settings."""
-    gradients: int = 1
-    """Gradients of a batch that a step needs."""
     collector: Callable[[Config, nn.Module], bsam.SWAG] | None = None
     """Makes the object that collects snapshots in the last `swag_epochs`; None if the method collects none."""
 
