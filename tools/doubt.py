@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from bsam.experiments.doubt_table import COLUMNS, command_for, doubt_rows, score_rows
+from bsam.experiments.report.demo_doubt import doubt_lines
 
-__all__ = ["corruptions_markdown", "doubt_markdown", "scores_markdown"]
+__all__ = ["corruptions_markdown", "demo_markdown", "doubt_markdown", "scores_markdown"]
 
 _TABLE, _BLOCK = "table1", "cifar10"
 
@@ -35,6 +36,13 @@ def scores_markdown(results: Path) -> str:
     heads, lines = score_rows(rows)
     head = [f"| method | {' | '.join(heads)} |", f"|---{'|---' * len(heads)}|"]
     return "\n".join([*head, *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def demo_markdown(record: dict[str, Any]) -> str:
+    """Write what the methods' doubt is worth on the digits of the demo."""
+    heads = ["errors ↓", "of the surest 90% ↓", "turned digits, AUROC ↑", "photographs, AUROC ↑"]
+    lines = [f"| method | {' | '.join(heads)} |", f"|---{'|---' * len(heads)}|"]
+    return "\n".join([*lines, *(f"| {name} | {' | '.join(row)} |" for name, row in doubt_lines(record))])
 
 
 def corruptions_markdown(record: dict[str, Any]) -> str:

@@ -36,6 +36,7 @@ _STUDIES = ("sweep_rho", "ablate_noise", "ablate_samples", "ablate_splits", "abl
 _TUNINGS = ("tuning_cifar10", "tuning_cifar10_60")
 _OF_A_RECORD: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "demo": (demo_markdown, "bsam demo"),
+    "demo/doubt": (doubt.demo_markdown, "bsam demo"),
     "trainers": (trainers.markdown, "benchmarks/trainers.py"),
     **{name: (study_markdown, f"bsam {name.replace('_', ' ')}") for name in _STUDIES},
     **{name: (tuning_markdown, f"bsam {name.replace('tuning_', 'tune ')}") for name in _TUNINGS},

@@ -65,6 +65,8 @@ def test_a_run_learns_and_records_what_it_did(small):
     found = record["methods"]["sgd"]["runs"][0]["unknown"]
     wanted = bsam.metrics.rate_unknown(predictions["sgd"], strange["sgd"]["turned"], num_bootstrap=0)
     assert found["turned"] == wanted.auroc
+    assert set(record["pairs"]) == {"sgd", "adam"}  # at the price of one run of bSAM
+    assert len(record["pairs"]["sgd"]) == 1
     for method, result in record["methods"].items():
         assert len(result["runs"]) == 2
         assert result["runs"][0] != result["runs"][1]

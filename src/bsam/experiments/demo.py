@@ -18,6 +18,7 @@ from torch import Tensor
 import bsam
 from bsam.experiments.config import Config, from_mapping
 from bsam.experiments.data import Dataset, load, plain_batches
+from bsam.experiments.ensemble import average
 from bsam.experiments.methods import METHODS, predict
 from bsam.experiments.metric_columns import TITLES, mean_and_sd, number, values_of
 from bsam.experiments.record import environment
@@ -88,30 +89,44 @@ def run_digits(
         The record; by method, the test predictions of the first seed; and by method and unknown set, its predictions
         for images that are no digits.
     """
-    record: dict[str, Any] = {"seeds": demo.seeds, "methods": {}}
+    record: dict[str, Any] = {"seeds": demo.seeds, "methods": {}, "pairs": {}}
     first: dict[str, bsam.Predictions] = {}
     strange: dict[str, dict[str, bsam.Predictions]] = {}
     for method, config in demo.digits.items():
         dataset = load(config.dataset, validation=config.validation)
         begin = time.perf_counter()
-        runs = []
+        found = []
         for seed in range(demo.seeds):
-            predictions, unknown = train_and_predict(config, dataset, seed, "test", UNKNOWN["digits"])
-            first.setdefault(method, predictions)
-            strange.setdefault(method, unknown)
-            summary = bsam.metrics.summary(predictions, num_bootstrap=0)
-            run = {name: getattr(summary, name) for name in (*TITLES, "brier")}
-            run["accuracy_90"] = bsam.metrics.rate_rejection(predictions, num_bootstrap=0).accuracy_90
-            run["unknown"] = {
-                name: bsam.metrics.rate_unknown(predictions, each, num_bootstrap=0).auroc
-                for name, each in unknown.items()
-            }
-            runs.append(run)
+            found.append(train_and_predict(config, dataset, seed, "test", UNKNOWN["digits"]))
             advance(method)
+        first[method], strange[method] = found[0]
         seconds = round(time.perf_counter() - begin, 1)
+        runs = [_numbers(*each) for each in found]
         record["methods"][method] = {"config": asdict(config), "runs": runs, "seconds": seconds}
+        if METHODS[method].is_point and METHODS[method].gradients == 1 and demo.seeds > 1:
+            record["pairs"][method] = [_numbers(*_pair(one, other)) for one, other in itertools.combinations(found, 2)]
     record["environment"] = environment()
     return record, first, strange
+
+
+_Found = tuple[bsam.Predictions, dict[str, bsam.Predictions]]
+"""Predictions of the test part, and of unknown sets."""
+
+
+def _numbers(test: bsam.Predictions, unknown: Mapping[str, bsam.Predictions]) -> dict[str, Any]:
+    summary = bsam.metrics.summary(test, num_bootstrap=0)
+    return {
+        **{name: getattr(summary, name) for name in (*TITLES, "brier")},
+        "accuracy_90": bsam.metrics.rate_rejection(test, num_bootstrap=0).accuracy_90,
+        "unknown": {
+            name: bsam.metrics.rate_unknown(test, each, num_bootstrap=0).auroc for name, each in unknown.items()
+        },
+    }
+
+
+def _pair(one: _Found, other: _Found) -> _Found:
+    """Return the predictions of an ensemble of two."""
+    return average([one[0], other[0]]), {name: average([one[1][name], other[1][name]]) for name in one[1]}
 
 
 def cells(record: dict[str, Any]) -> list[tuple[str, list[str]]]:

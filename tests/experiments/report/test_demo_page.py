@@ -37,6 +37,7 @@ def path(tmp_path_factory):
     record = {
         "seeds": 2,
         "methods": {m: {"config": configs[m], "runs": seeds, "seconds": 1.5} for m in METHODS},
+        "pairs": {"sgd": seeds},
         "environment": {"bsam": "0", "commit": "abc", "device": "CPU", "packages": {"torch": "2"}},
     }
     xs, ys = torch.linspace(-3, 3, 20), torch.linspace(-2, 2, 15)

@@ -31,19 +31,19 @@ class Strange:
 
 
 def doubt_lines(record: dict[str, Any]) -> list[tuple[str, list[str]]]:
-    """Return the rows of the table: the method, and in percent the means over the seeds.
+    """Return the rows of the table: the method, or two runs of it, and in percent the means over the seeds.
 
     They are the errors among all digits, and among the 90% with the least doubt; then the AUROC of unknown sets.
     """
     lines = []
-    for method, found in record["methods"].items():
-        runs = found["runs"]
+    rows = {METHODS[method].title: found["runs"] for method, found in record["methods"].items()}
+    for name, runs in (rows | {f"2 × {METHODS[m].title}": runs for m, runs in record["pairs"].items()}).items():
         shares = (
             [1 - run["accuracy"] for run in runs],
             [1 - run["accuracy_90"] for run in runs],
-            *([run["unknown"][name] for run in runs] for name in runs[0]["unknown"]),
+            *([run["unknown"][each] for run in runs] for each in runs[0]["unknown"]),
         )
-        lines.append((METHODS[method].title, [f"{100 * statistics.fmean(values):.1f}" for values in shares]))
+        lines.append((name, [f"{100 * statistics.fmean(values):.1f}" for values in shares]))
     return lines
 
 
