@@ -40,7 +40,7 @@ def scores_markdown(results: Path) -> str:
 
 def demo_markdown(record: dict[str, Any]) -> str:
     """Write what the methods' doubt is worth on the digits of the demo."""
-    heads = ["errors ↓", "of the surest 90% ↓", "turned digits, AUROC ↑", "photographs, AUROC ↑"]
+    heads = ["errors ↓", "of the surest 90% ↓", "mirrored digits, AUROC ↑", "photographs, AUROC ↑"]
     lines = [f"| method | {' | '.join(heads)} |", f"|---{'|---' * len(heads)}|"]
     return "\n".join([*lines, *(f"| {name} | {' | '.join(row)} |" for name, row in doubt_lines(record))])
 

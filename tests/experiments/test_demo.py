@@ -63,8 +63,8 @@ def test_a_run_learns_and_records_what_it_did(small):
     assert calls == [method for method in PAPER_METHODS for _ in range(2)]
     assert set(predictions) == set(strange) == set(PAPER_METHODS)
     found = record["methods"]["sgd"]["runs"][0]["unknown"]
-    wanted = bsam.metrics.rate_unknown(predictions["sgd"], strange["sgd"]["turned"], num_bootstrap=0)
-    assert found["turned"] == wanted.auroc
+    wanted = bsam.metrics.rate_unknown(predictions["sgd"], strange["sgd"]["mirrored"], num_bootstrap=0)
+    assert found["mirrored"] == wanted.auroc
     assert set(record["pairs"]) == {"sgd", "adam"}  # at the price of one run of bSAM
     assert len(record["pairs"]["sgd"]) == 1
     for method, result in record["methods"].items():

@@ -30,7 +30,7 @@ def path(tmp_path_factory):
     log_probs = (3 * torch.randn(200, 10, generator=generator)).log_softmax(1)
     labels = torch.distributions.Categorical(logits=log_probs).sample()
     predictions = bsam.Predictions(log_probs, torch.zeros(200), labels, 4, 0, "loop")
-    unknown = {"turned": 0.7, "photographs": 0.9}
+    unknown = {"mirrored": 0.7, "photographs": 0.9}
     metrics = {"nll": 0.3, "ece": 0.02, "auroc": 0.9, "accuracy_90": 0.97, "unknown": unknown}
     seeds = [{"accuracy": 0.9 + k / 100, **metrics} for k in range(2)]
     configs = {m: dataclasses.asdict(on_digits(m)) for m in METHODS}

@@ -46,9 +46,9 @@ def write_demo_page(
     titled = {METHODS[method].title: each for method, each in predictions.items()}
     unknown = {
         name: {METHODS[method].title: each[name] for method, each in strange.items()}
-        for name in ("turned", "photographs")
+        for name in ("mirrored", "photographs")
     }
-    turned, photographs = (unknown_images(data, name, None) for name in unknown)
+    mirrored, photographs = (unknown_images(data, name, None) for name in unknown)
     return write_page(
         folder / "index.html",
         "demo.html.j2",
@@ -58,13 +58,13 @@ def write_demo_page(
         errors=count_errors(titled),
         mistakes=find_mistakes(images, titled),
         doubt=doubt_lines(record),
-        unknown_names=["turned digits", "photographs"],
+        unknown_names=["mirrored digits", "photographs"],
         risk=draw_risk(titled),
         strange_histograms=[
-            (title, draw_strange(titled[title], each, title)) for title, each in unknown["turned"].items()
+            (title, draw_strange(titled[title], each, title)) for title, each in unknown["mirrored"].items()
         ],
         strange=[
-            *find_strange(turned, unknown["turned"], "a turned digit", 2),
+            *find_strange(mirrored, unknown["mirrored"], "a mirrored digit", 2),
             *find_strange(photographs, unknown["photographs"], "a piece of a photograph", 1),
         ],
         reliability=[
