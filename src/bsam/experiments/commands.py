@@ -358,13 +358,13 @@ def demo(
 
     settings = dataclasses.replace(settings, seeds=seeds or settings.seeds)
     with _progress("training", len(settings.digits) * settings.seeds + len(settings.moons)) as advance:
-        record, predictions = experiment.run_digits(settings, lambda method: advance(METHODS[method].title))
+        record, predictions, strange = experiment.run_digits(settings, lambda method: advance(METHODS[method].title))
         maps = experiment.moons(settings, lambda method: advance(METHODS[method].title))
 
     console.print(_demo_table(record))
     write_json(out / "results.json", record)
-    images, _ = load(settings.digits["bsam"].dataset).test
-    console.print(f"Look at it: {_link(write_demo_page(out, record, predictions, maps, images))}", highlight=False)
+    page = write_demo_page(out, record, predictions, strange, maps, load(settings.digits["bsam"].dataset))
+    console.print(f"Look at it: {_link(page)}", highlight=False)
 
 
 def _demo_table(record: dict[str, Any]) -> Table:
