@@ -40,6 +40,8 @@ def scores_markdown(results: Path) -> str:
 
 def demo_markdown(record: dict[str, Any]) -> str:
     """Write what the methods' doubt is worth on the digits of the demo."""
+    if "pairs" not in record:  # a record of an earlier version
+        return "Not recorded yet: `bsam demo`."
     heads = ["errors ↓", "of the surest 90% ↓", "mirrored digits, AUROC ↑", "photographs, AUROC ↑"]
     lines = [f"| method | {' | '.join(heads)} |", f"|---{'|---' * len(heads)}|"]
     return "\n".join([*lines, *(f"| {name} | {' | '.join(row)} |" for name, row in doubt_lines(record))])
