@@ -28,17 +28,14 @@ def measured_markdown(record: dict[str, Any]) -> str:
 def computed_markdown(record: dict[str, Any]) -> str:
     """Write bytes and seconds per step on large clusters."""
     ranks = sorted({row["ranks"] for row in record["computed"]})
-    heads = [f"{_ranks(count)}: sent, seconds" for count in ranks]
-    lines = [
-        f"| model, and batch of a rank | | computation, s | {' | '.join(heads)} |",
-        "|---" * (len(ranks) + 3) + "|",
-    ]
+    heads = " | ".join(_ranks(count) for count in ranks)
+    lines = [f"| model, and batch of a rank | | computation | {heads} |", "|---" * (len(ranks) + 3) + "|"]
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in record["computed"]:
         found.setdefault((row["job"], row["way"]), []).append(row)
     for (job, way), rows in found.items():
-        cells = [f"{row['bytes'] / 1e9:.3g} GB, {row['communication_seconds']:.2g}" for row in rows]
-        lines.append(f"| {job} | {way} | {rows[0]['computation_seconds']:.2g} | {' | '.join(cells)} |")
+        cells = [f"{_gigabytes(row['bytes'])}<br>{_seconds(row['communication_seconds'])}" for row in rows]
+        lines.append(f"| {job} | {way} | {_seconds(rows[0]['computation_seconds'])} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -47,10 +44,18 @@ def memory_markdown(record: dict[str, Any]) -> str:
     heads = [f"{name}, {count} devices" for name in _PARAMETERS for count in _DEVICES]
     lines = [f"| | copies | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
     for method, copies in record["copies"].items():
-        cells = [f"{4 * copies * p / count / 1e9:.3g} GB" for p in _PARAMETERS.values() for count in _DEVICES]
+        cells = [_gigabytes(4 * copies * p / count) for p in _PARAMETERS.values() for count in _DEVICES]
         lines.append(f"| {_TITLES[method]} | {copies:.1f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _ranks(count: int) -> str:
     return f"{count:,} rank{'' if count == 1 else 's'}"
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:,.0f} GB" if size >= 10e9 else f"{size / 1e9:.2g} GB"
+
+
+def _seconds(time: float) -> str:
+    return f"{time:.1f} s" if time >= 1 else f"{1000 * time:.2g} ms" if time < 0.1 else f"{1000 * time:.0f} ms"

@@ -33,4 +33,4 @@ def test_the_tables_have_a_row_per_way():
     lines = memory_markdown(RECORD).splitlines()
     assert len(lines) == 2 + 3
     copies = RECORD["copies"]["bsam"]
-    assert f"| bSAM | {copies:.1f} | {4 * copies * 7 / 8:.3g} GB |" in lines[-1]
+    assert f"| bSAM | {copies:.1f} | {4 * copies * 7 / 8:.0f} GB |" in lines[-1]
