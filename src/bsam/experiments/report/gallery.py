@@ -46,6 +46,6 @@ def gallery(folder: Path) -> Iterator[Shown]:
         source = None
         if path is not None:
             source = f"data:{_TYPES[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"
-        ending = path.suffix if path else ".png"
+        ending = path.suffix if path else ".svg"
         caption = _CAPTIONS.get(name, f"The figure shows {picture.what}.")
         yield Shown(name, caption, f"bsam figure {name} --out {name}{ending}", source)
