@@ -21,6 +21,7 @@ _CAPTIONS = {
     "logistic": "These are the predictions of exact Bayes, bSAM, SAM, and SAM with Laplace's approximation (Figure 3).",
     "logistic-posterior": "These are the data of that figure, the exact posterior, and its approximations (appendix).",
     "data-sets": "This is how confident the methods are on 200 data sets. The paper has no such figure.",
+    "certainty": "These are the predictions of SAM and bSAM on two moons, side by side. The paper has no such figure.",
     "moons": "These are the predictions of bSAM, SAM, and SAM with Laplace's approximation on two moons (appendix).",
     "relaxed-bayes": "These are the posteriors of Bayes and of relaxed Bayes, and the gaps of their ELBO (appendix).",
 }
