@@ -384,7 +384,7 @@ def _demo_table(record: dict[str, Any]) -> Table:
 def figure(
     name: Annotated[str, typer.Argument(help="A figure, `all` of them, their `numbers`, or `list`.")] = "list",
     out: Annotated[
-        Path | None, typer.Option(help="File to write, or folder for all.", show_default="NAME.png, or figures")
+        Path | None, typer.Option(help="File to write, or folder for all.", show_default="NAME.svg, or figures")
     ] = None,
 ) -> None:
     """Draw a figure of the theory, or list them.
@@ -410,10 +410,10 @@ def figure(
         return
     if name == "all":
         folder = out or Path("figures")
-        files = [f"{key}.png" for key in figures.FIGURES] + [f"{key}{found.ending}" for key, found in MOVING.items()]
+        files = [f"{key}.svg" for key in figures.FIGURES] + [f"{key}{found.ending}" for key, found in MOVING.items()]
         paths = {**{Path(file).stem: folder / file for file in files}, "numbers": folder / "figures.json"}
     else:
-        ending = MOVING[name].ending if name in MOVING else ".png"
+        ending = MOVING[name].ending if name in MOVING else ".svg"
         paths = {name: out or Path("figures.json" if name == "numbers" else f"{name}{ending}")}
     with Console(stderr=True).status("") as status:
         for count, (key, path) in enumerate(paths.items(), start=1):
