@@ -389,7 +389,7 @@ def figure(
 ) -> None:
     """Draw a figure of the theory, or list them.
 
-    The paper's figures on toy problems; all of them take about three minutes. Examples:
+    The paper's figures on toy problems; all of them take about four minutes. Examples:
 
     [bold]bsam figure smoothing --out smoothing.svg[/bold]
 
