@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo report test quick test-browser test-integrations test-cluster lint types docs tables format clean
+.PHONY: demo report test quick test-browser test-wheel test-integrations test-cluster lint types docs tables format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt tests/requirements-no-deps.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bsam needs Python 3.11 or newer, this is " + sys.version)'
@@ -43,6 +43,9 @@ $(VENV)/.cluster: $(VENV)/.installed
 
 test-cluster: $(VENV)/.cluster  ## run the tests that start several processes or nodes: sharded models, Ray, Optuna
 	$(BIN)/python -m pytest -m cluster tests
+
+test-wheel: $(VENV)/.installed  ## build the wheel, install it into a clean environment, and run README's code there
+	$(BIN)/python -m tools.wheel
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

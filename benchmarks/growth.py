@@ -1,7 +1,7 @@
 """How the cost of the engine grows on one CUDA device: with splits, seeds, batch, parameters and samples.
 
     python benchmarks/growth.py --out results/engine_growth.json
-    python benchmarks/growth_figure.py results/engine_growth.json --out docs/images/performance/growth.png
+    python benchmarks/growth_figure.py results/engine_growth.json --out docs/images/performance/growth.svg
 
 ResNet-20-FRN in bfloat16, one of m = 8 splits, one seed and 128 images varied at a time; the arithmetic of bSAM alone,
 for GPT-2 of several widths; and predictions for 10,000 images with more and more samples.

@@ -1,6 +1,6 @@
 """Draw what `growth.py` measured: what a step costs against splits, seeds, batch and parameters, and predictions.
 
-python benchmarks/growth_figure.py results/engine_growth.json --out docs/images/performance/growth.png
+python benchmarks/growth_figure.py results/engine_growth.json --out docs/images/performance/growth.svg
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ Measurements = list[dict[str, Any]]
 Curve = list[tuple[float, float]]
 """Points (x, cost), by x."""
 
-COMMON = """Steps: ResNet-20-FRN in bfloat16,
-captured; 8 splits, one seed and
-128 images, one of them varied.
-
+COMMON = """Steps: ResNet-20-FRN in
+bfloat16, captured; 8 splits,
+one seed and 128 images,
+one of them varied.
 bSAM's arithmetic: sampling,
-perturbation and update without a
-network, on GPT-2 of several widths.
-
-Plain passes: compiled, fixed weights.
-
-Dotted: in proportion to the first point."""
+perturbation and update, no
+network; GPT-2's widths.
+16 copies: the same bytes,
+at a copy's speed.
+Plain passes: compiled,
+fixed weights.
+Dotted: in proportion to
+the first point."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path, help="What growth.py wrote.")
-    parser.add_argument("--out", type=Path, default=Path("growth.png"), help="Ends in .png, .svg or .pdf.")
+    parser.add_argument("--out", type=Path, default=Path("growth.svg"), help="Ends in .png, .svg or .pdf.")
     arguments = parser.parse_args()
     with matplotlib.rc_context({"font.size": 9}):
-        figure = new_figure(9.5, 6.2)
+        figure = new_figure(5.2, 8.6)
         draw(json.loads(arguments.record.read_text()), figure)
         save(figure, arguments.out)
 
@@ -50,7 +52,7 @@ def draw(record: dict[str, Any], figure: Figure) -> None:
     """Five panels, and in words what they have in common; measurements that failed are left out."""
     measured = [each for each in record["measurements"].values() if "error" not in each]
     steps = [each for each in measured if "splits" in each and each.get("convolutions") != "cuDNN"]  # an older record
-    (splits, seeds, batches), (parameters, samples, words) = figure.subplots(2, 3)
+    (splits, seeds), (batches, parameters), (samples, words) = figure.subplots(3, 2)
     draw_splits(splits, [step for step in steps if step["runs"] == 1 and step["batch"] == 128])
     draw_seeds(seeds, [step for step in steps if step["splits"] == 8 and step["batch"] == 128])
     draw_batches(batches, [step for step in steps if step["splits"] == 8 and step["runs"] == 1])
@@ -66,7 +68,7 @@ def draw_splits(axes: Axes, steps: Measurements) -> None:
     points = curve(steps, "splits", "ms")
     line(axes, points, BLUE)
     numbers(axes, points, BLUE)
-    finish(axes, "m, splits of the same images", "ms a step", flat=True)
+    finish(axes, "m, splits of the same images", "ms per step", flat=True)
 
 
 def draw_seeds(axes: Axes, steps: Measurements) -> None:
@@ -76,7 +78,7 @@ def draw_seeds(axes: Axes, steps: Measurements) -> None:
     numbers(axes, total, BLUE, above=True)
     line(axes, each, RED, "for each seed")
     numbers(axes, each[1:], RED)  # the first is that of all
-    finish(axes, "seeds trained together", "ms a step")
+    finish(axes, "seeds trained together", "ms per step")
 
 
 def draw_batches(axes: Axes, steps: Measurements) -> None:
@@ -84,15 +86,15 @@ def draw_batches(axes: Axes, steps: Measurements) -> None:
     proportional(axes, points)
     line(axes, points, BLUE)
     numbers(axes, points, BLUE)
-    finish(axes, "images of a batch", "ms a step")
+    finish(axes, "images of a batch", "ms per step")
 
 
 def draw_parameters(axes: Axes, found: Measurements) -> None:
     points = curve(found, "parameters", "ms")
-    line(axes, curve(found, "parameters", "floor_16_passes_ms"), GRAY, "16 passes at a copy's speed")
+    line(axes, curve(found, "parameters", "floor_16_passes_ms"), GRAY, "16 copies")
     line(axes, points, BLUE, "bSAM's arithmetic")
     numbers(axes, points, BLUE, above=True)
-    finish(axes, "parameters, in millions", "ms a step", lambda x: f"{x / 1e6:.0f}")
+    finish(axes, "parameters, in millions", "ms per step", lambda x: f"{x / 1e6:.0f}")
 
 
 def draw_samples(axes: Axes, found: Measurements) -> None:
@@ -134,6 +136,7 @@ def finish(axes: Axes, x: str, y: str, name: Callable[[float], str] = "{:g}".for
     ticks = sorted({float(at) for drawn in axes.lines for at in drawn.get_xdata()})
     axes.set_xticks(ticks, [name(tick) for tick in ticks])
     axes.set_xticks([], minor=True)
+    axes.tick_params(axis="x", rotation=60 if len(ticks) > 5 else 0)
     low, high = axes.get_ylim()
     if flat:
         axes.set_ylim(0, 1.4 * high)

@@ -33,7 +33,7 @@ from bsam.experiments.models import make_model
 from bsam.experiments.record import environment, read_json, write_json
 from bsam.experiments.style import BLACK, BLUE, GRAY, GREEN, ORANGE, PURPLE, RED, new_figure, save
 
-SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03)
+SHARES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.005)
 NUM_SAMPLES = 8
 BATCH_SIZE = 100
 FLIPPED = 0.05
@@ -170,7 +170,7 @@ def draw(results: Path, folder: Path) -> None:
                 values = [row[kind][metric] for row in rows]
                 axes.plot(kept, values, color=colour, marker=marker, ls=line, ms=4, label=text)
         axes.set(xscale="log", xlabel="weights kept (%)", ylabel=title)
-        axes.set_xticks([3, 5, 10, 25, 50, 100], ["3", "5", "10", "25", "50", "100"])
+        axes.set_xticks([0.5, 1, 2, 5, 10, 20, 50, 100], ["0.5", "1", "2", "5", "10", "20", "50", "100"])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     figure.axes[0].legend()

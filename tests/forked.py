@@ -15,7 +15,15 @@ import torch.multiprocessing as mp
 __all__ = ["SERVER", "Command", "call"]
 
 SERVER = mp.get_context("forkserver")
-SERVER.set_forkserver_preload(["bsam.experiments.commands", "tests.optimizers", "torch._dynamo"])
+SERVER.set_forkserver_preload(
+    [
+        "bsam.experiments.commands",
+        "bsam.experiments.evaluate",  # commands import what they need when they run
+        "bsam.experiments.reproduce.carry_out",
+        "tests.optimizers",
+        "torch._dynamo",
+    ]
+)
 
 
 def call(function, *arguments, timeout=120):

@@ -144,7 +144,7 @@ import bsam.files
 import torch
 from bsam.experiments.checkpoint import Checkpoints
 
-NAMES = ("mkdir", "fsync", "link", "replace", "chmod", "unlink", "rmdir", "open", "close")
+NAMES = ("mkdir", "fsync", "link", "replace", "unlink", "rmdir", "open", "close")
 folder = Path(sys.argv[1])
 checkpoints = Checkpoints(folder / "checkpoint.safetensors")
 linked = sys.argv[2] == "links"

@@ -80,6 +80,34 @@ def test_cuda_noise_is_philox_and_box_muller():
     np.testing.assert_allclose(ours, expected[:-1], rtol=1e-3, atol=1e-5)
 
 
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(7, 5), (64, 4), (9,), (3, 8, 2), (5000, 3)])
+def test_the_noise_of_a_part_is_that_part_of_the_noise(shape, device):
+    """Also of an empty part, and of parts that begin inside of a block of four elements."""
+    whole = standard_normal(5, 2, 1, 3, shape, device=device, dtype=torch.float64)
+    for dim, size in enumerate(shape):
+        for start, length in [
+            (0, size),
+            (0, 1),
+            (1, size - 1),
+            (size // 2, size - size // 2),
+            (size, 0),
+            (size - 1, 1),
+        ]:
+            part = standard_normal(5, 2, 1, 3, shape, device=device, dtype=torch.float64, part=(dim, start, length))
+            assert torch.equal(part, whole.narrow(dim, start, length))
+            assert part.is_contiguous()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_noise_is_standard_normal_and_fresh_in_a_captured_graph():

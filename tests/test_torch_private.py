@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from bsam import torch_private
@@ -22,6 +23,8 @@ from bsam.torch_private import (
     mark_as_stepped,
     own_buffers,
     pytree,
+    reduces_gradients,
+    reset_after_failure,
     scaler_round,
     scaler_stage,
     scan_stack,
@@ -172,6 +175,40 @@ def test_what_a_scaler_has_done_with_the_gradients():
         scaler.update()
         optimizer.zero_grad()
     assert rounds[0] is not rounds[1]
+
+
+def test_the_state_of_a_sharded_model(tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    class Layer(nn.Linear):
+        fails = False
+
+        def forward(self, x):
+            if self.fails:
+                raise KeyError("in the forward pass")
+            return super().forward(x)
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(Layer(3, 2), Layer(2, 2))
+        mesh = dist.init_device_mesh("cpu", (1,))
+        for part in (model[0], model[1], model):
+            fully_shard(part, mesh=mesh)
+        assert all(reduces_gradients(part) for part in (model[0], model[1], model))
+        model[0].set_requires_gradient_sync(False)
+        assert not reduces_gradients(model[0])
+        assert reduces_gradients(model[1])
+        model[0].set_requires_gradient_sync(True)
+        model[1].fails = True
+        with pytest.raises(KeyError):
+            model(torch.ones(1, 3))
+        model[1].fails = False
+        for part in (model, model[0], model[1]):  # only the root can be reset
+            reset_after_failure(part)
+        model(torch.ones(1, 3)).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_loop_over_stacks_is_one_operator_of_an_exported_program():

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from bsam.experiments.comparison import MARKS, Block, Cell, Comparison, Row
+from bsam.experiments.comparison import MARKS, Block, Cell, Comparison, Row, best_marked
 from bsam.experiments.demo import cells
 from bsam.experiments.metric_columns import TITLES
 from bsam.experiments.paper.results import margins
 from bsam.experiments.reproduce.show import (
     cell_lines,
     counts_sentence,
+    improvement_lines,
     point_rows,
     scale_note,
     scale_notes,
@@ -45,6 +46,9 @@ def comparison_markdown(comparison: Comparison) -> str:
         for row in block.rows:
             name = f"{row.label}<br>{_extent(row)}" if row.seeds else row.label
             lines.append(f"| {name} | {' | '.join(_markdown(cell) for cell in row.cells)} |")
+        if block.improvement:
+            shown = ("<br>".join(improvement_lines(each)) for each in block.improvement)
+            lines.append(f"| *improvement* | {' | '.join(shown)} |")
         parts.append("\n".join(lines))
         parts += scale_notes(block) + settings_notes(block)
     return "\n\n".join(parts)
@@ -72,8 +76,10 @@ def margins_markdown(comparisons: list[Comparison]) -> str:
     return "\n".join(lines)
 
 
-def block_markdown(block: Block) -> str:
-    """Write the recorded rows of one block; a cell has our number and the paper's."""
+def block_markdown(block: Block, *, of_the_paper: bool = False) -> str:
+    """Write the recorded rows of one block, or only those of the paper; a cell has our number and the paper's."""
+    if of_the_paper:
+        block = replace(block, rows=best_marked([row for row in block.rows if not row.ours]))
     lines = [*_HEAD]
     for row in block.rows:
         if row.seeds and row.scale == "full":

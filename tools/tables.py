@@ -19,7 +19,7 @@ from typing import Any
 from bsam.experiments.comparison import TABLES, compare
 from bsam.experiments.record import read_json
 from bsam.files import write_text
-from tools import out_of_the_box, scale, speeds, trainers, uci, variances
+from tools import out_of_the_box, scale, shards, speeds, trainers, uci, variances
 from tools.markdown import (
     block_markdown,
     comparison_markdown,
@@ -37,6 +37,7 @@ _TUNINGS = ("tuning_cifar10", "tuning_cifar10_60")
 _OF_A_RECORD: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "demo": (demo_markdown, "bsam demo"),
     "trainers": (trainers.markdown, "benchmarks/trainers.py"),
+    "fsdp": (shards.markdown, "benchmarks/fsdp.py"),
     "scale/measured": (scale.measured_markdown, "benchmarks/scale.py"),
     "scale/computed": (scale.computed_markdown, "benchmarks/scale.py"),
     "scale/memory": (scale.memory_markdown, "benchmarks/scale.py"),
@@ -67,18 +68,22 @@ def render(name: str, results: Path) -> str:
     """Write a table in Markdown.
 
     Args:
-        name: table1 to table6, one block of a table like table1/cifar10, counts or margins of all tables, speeds, or
+        name: table1 to table6, one block of a table like table1/cifar10, its rows of the paper like
+            table1/cifar10/paper, counts or margins of all tables, speeds, or
             the name of a record with a table of its own.
         results: The folder of the records.
     """
     if name in TABLES:
         return comparison_markdown(compare(name, results / "runs"))
-    table, _, block = name.partition("/")
+    table, _, rest = name.partition("/")
+    block, _, rows = rest.partition("/")
     if table in TABLES:
         found = {each.name: each for each in compare(table, results / "runs").blocks}
         if block not in found:
             raise ValueError(f"{table} has no block {block!r}: there are {', '.join(found)}.")
-        return block_markdown(found[block])
+        if rows not in ("", "paper"):
+            raise ValueError(f"{name}: write {table}/{block}, or {table}/{block}/paper for the paper's rows alone.")
+        return block_markdown(found[block], of_the_paper=bool(rows))
     if name in _OF_ALL_TABLES:
         return _OF_ALL_TABLES[name]([compare(each, results / "runs") for each in TABLES])
     if name == "speeds":

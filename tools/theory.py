@@ -9,13 +9,18 @@ from bsam.experiments.figures.logistic import METHODS
 
 __all__ = ["theory_markdown"]
 
-_RELAXED = {"bayes": "Bayes, f", "relaxed": "relaxed Bayes, f**", "sampled": "f** by sampled tangents"}
+_RELAXED = {
+    "bayes": "Bayes, $f$",
+    "relaxed": r"relaxed Bayes, $f^{\ast\ast}$",
+    "sampled": r"$f^{\ast\ast}$ by sampled tangents",
+}
 
 
 def theory_markdown(record: dict[str, Any]) -> dict[str, str]:
     """Write the tables of the page on the theory, by part of the record."""
     part = record["logistic"]
-    head = "| method | mean confidence | separating | distance to exact | variances | by s* | by the fixed point |"
+    first = "mean confidence | separating | distance to exact | variances"
+    head = rf"| method | {first} | by $s_\ast$ | by the fixed point |"
     rows = [head, "|---|---|---|---|---|---|---|"]
     for name, title in METHODS.items():
         distance = part["total_variation_to_exact"].get(name)
@@ -32,7 +37,7 @@ def theory_markdown(record: dict[str, Any]) -> dict[str, str]:
         cells += [f"{row['median_excess'][name]:+.4f}" for name in ("sam", "bsam", "laplace")]
         sets.append(f"| {' | '.join(cells)} |")
     relaxed = record["relaxed_bayes"]
-    others = ["| objective | variances | ELBO | gap f - f** |", "|---|---|---|---|"]
+    others = [r"| objective | variances | ELBO | gap $f - f^{\ast\ast}$ |", "|---|---|---|---|"]
     for name, title in _RELAXED.items():
         cells = [_pair(relaxed["variances"][name], decimals=4)]
         cells += [f"{relaxed[key][name]:.2f}" for key in ("elbo", "elbo_gap")]

@@ -27,7 +27,7 @@ def pruning_markdown(record: dict[str, Any]) -> str:
         pair = [rows[by, keep] for by in ("signal_to_noise", "magnitude")]
         accuracy = [f"{each['accuracy']:.2%}" for each in pair]
         nll = [f"{each['nll']:.3f}" for each in pair]
-        lines.append(f"| {keep:.0%} | {' | '.join(accuracy + nll)} |")
+        lines.append(f"| {100 * keep:g}% | {' | '.join(accuracy + nll)} |")
     return "\n".join(lines)
 
 

@@ -16,13 +16,12 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 try:
@@ -61,8 +60,11 @@ def write_file(
     kind: str,
     settings: Settings,
     previous: Path | None = None,
+    whole: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Write a safetensors file with a checksum. A file at `path` stays until the new one is complete on the disk.
+
+    Tensors are brought to the CPU and written one after the other, in the order of their names.
 
     Args:
         path: The file.
@@ -71,15 +73,63 @@ def write_file(
         kind: Its kind within the format.
         settings: Its contents other than tensors.
         previous: Where to keep the file that is at `path` now.
+        whole: Returns a tensor by name, where `tensors` have only its type and shape: gathers a sharded tensor.
     """
-    contents = _unshared(tensors)
     metadata = {"format": format, "version": _VERSION, "kind": kind, "settings": json.dumps(settings, sort_keys=True)}
-    metadata["sha256"] = checksum(contents, metadata)
     with replacing(Path(path), previous=previous) as temporary:
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        save_file(contents, temporary, metadata)
-        os.chmod(temporary, mode)  # safetensors makes a file that only its owner can read
+        save_file(tensors, temporary, metadata, whole or tensors.__getitem__)
+
+
+def save_file(
+    tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str], whole: Callable[[str], Tensor]
+) -> None:
+    """Write the safetensors format: the length of the header, the header, and all tensors. See `write_file`.
+
+    safetensors' own function takes all tensors at once, and cannot write a checksum of what it is about to write.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    end = 0
+    # Large types first, so that each tensor begins at a multiple of its type's size.
+    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+
+    def header(checksum: str) -> bytes:
+        text = json.dumps({"__metadata__": {**metadata, "sha256": checksum}, **entries}, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    start, summed = len(header("0" * 64)), _Checksum(metadata)  # SHA-256 has 64 digits
+    with open(path, "wb") as file:
+        for name in sorted(tensors):
+            tensor = whole(name).detach().cpu().contiguous()
+            summed.add(name, tensor)
+            file.seek(start + entries[name]["data_offsets"][0])
+            file.write(_bytes(tensor))
+        file.seek(0)
+        file.write(header(summed.hexdigest()))
+
+
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+"""The names of types in a safetensors file."""
 
 
 def write_text(path: str | os.PathLike[str], text: str, *, new: bool = False) -> None:
@@ -314,21 +364,35 @@ def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
     Equal contents have equal checksums, in any order and at any place in a file.
     """
-    sha256 = hashlib.sha256()
-
-    def add(part: bytes | memoryview) -> None:
-        sha256.update(len(part).to_bytes(8, "little"))  # so that "ab", "c" is not "a", "bc"
-        sha256.update(part)
-
-    for key in sorted(metadata.keys() - {"sha256"}):
-        add(key.encode())
-        add(metadata[key].encode())
+    summed = _Checksum(metadata)
     for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        add(name.encode())
-        add(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        add(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return sha256.hexdigest()
+        summed.add(name, tensors[name].contiguous())
+    return summed.hexdigest()
+
+
+class _Checksum:
+    """The checksum of a file's contents, whose tensors are added one by one, in the order of their names."""
+
+    def __init__(self, metadata: Mapping[str, str]) -> None:
+        self._sha256 = hashlib.sha256()
+        self.hexdigest = self._sha256.hexdigest
+        for key in sorted(metadata.keys() - {"sha256"}):
+            self._add(key.encode())
+            self._add(metadata[key].encode())
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self._add(name.encode())
+        self._add(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        self._add(_bytes(tensor))
+
+    def _add(self, part: bytes | memoryview) -> None:
+        self._sha256.update(len(part).to_bytes(8, "little"))  # so that "ab", "c" is not "a", "bc"
+        self._sha256.update(part)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 @contextlib.contextmanager
@@ -338,15 +402,3 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} has contents that do not make sense: {type(error).__name__}: {error}") from error
-
-
-def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous CPU tensors that share no memory, because safetensors refuses shared memory."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        address = tensor.untyped_storage().data_ptr()
-        result[name] = tensor.clone() if address in seen else tensor
-        seen.add(address)
-    return result

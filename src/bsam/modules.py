@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bsam.interrupts import interruptible
+from bsam.shards import reshard, write
 from bsam.torch_private import NormBase, own_buffers, transient_buffers
 
 __all__ = [
@@ -64,7 +65,8 @@ def clean_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by clean name, tied parameters once."""
+    """Return the parameters by clean name, tied parameters once; those of a sharded model are sharded."""
+    reshard(model)
     parameters = dict(model.named_parameters())
     return {short: parameters[name] for name, short in clean_names(parameters).items()}
 
@@ -205,8 +207,9 @@ def preserved(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[
         yield
     finally:
         with torch.no_grad():
+            reshard(model)
             for parameter, value in parameters:
-                parameter.copy_(value)
+                write(parameter, value)
             buffers.restore()
         torch.clear_autocast_cache()
 

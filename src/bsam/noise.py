@@ -32,6 +32,7 @@ def standard_normal(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    part: tuple[int, int, int] | None = None,
 ) -> Tensor:
     """Draw the noise of one parameter in one split of one step.
 
@@ -41,9 +42,11 @@ def standard_normal(
         split: Index of the sub-batch, counted over all ranks. Negative indices are the draws of
             `optimizer.sampled()`, so that they never repeat the noise of training.
         parameter: Index of the parameter, counted over all parameter groups.
-        shape: Shape of the result.
+        shape: Shape of the parameter.
         device: Device of the result.
         dtype: Floating point type of the result.
+        part: Dimension, start and length of the elements that this rank holds of a sharded parameter. An element has
+            the same noise on whatever rank it is. On the CPU the whole noise of the parameter is drawn and cut.
 
     Examples:
         >>> a = standard_normal(0, 7, 0, 3, (2, 2))
@@ -56,8 +59,9 @@ def standard_normal(
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from bsam.noise_cuda import philox_normal
 
-        return philox_normal(seed, step, split, parameter, shape, device=device, dtype=dtype)
+        return philox_normal(seed, step, split, parameter, shape, device=device, dtype=dtype, part=part)
     address = struct.pack("<4q", seed, int(step), split, parameter)
     digest = hashlib.blake2b(address, digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
-    return torch.randn(tuple(shape), generator=generator, dtype=dtype).to(device)
+    noise = torch.randn(tuple(shape), generator=generator, dtype=dtype)
+    return (noise if part is None else noise.narrow(*part).clone()).to(device)

@@ -6,6 +6,7 @@ counter is (block of four elements, step, split, parameter); each call of the ci
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -38,9 +39,9 @@ def four_normals(seed, quad, step, split, parameter):  # type: ignore[no-untyped
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _philox_kernel(out, step, numel, seed, split, parameter, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _philox_kernel(out, step, numel, seed, split, parameter, start, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     quad = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    z1, z2, z3, z4 = four_normals(seed, quad, tl.load(step).to(tl.int32), split, parameter)
+    z1, z2, z3, z4 = four_normals(seed, quad + start, tl.load(step).to(tl.int32), split, parameter)
     first = quad.to(tl.int64) * 4
     tl.store(out + first, z1, mask=first < numel)
     tl.store(out + first + 1, z2, mask=first + 1 < numel)
@@ -57,13 +58,23 @@ def philox_normal(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    part: tuple[int, int, int] | None = None,
 ) -> Tensor:
     """`bsam.noise.standard_normal` on a CUDA device."""
-    out = torch.empty(tuple(shape), device=device, dtype=torch.float32)
+    shape = tuple(shape)
+    if part is not None and part[0] > 0:  # not one piece of memory
+        whole = philox_normal(seed, step, split, parameter, shape, device=device, dtype=dtype)
+        return whole.narrow(*part).contiguous()
+    first, size = 0, math.prod(shape)
+    if part is not None:
+        shape = (part[2], *shape[1:])
+        first, size = part[1] * math.prod(shape[1:]), math.prod(shape)
+    start, before = divmod(first, 4)  # the first block of four elements, and how many of them are not wanted
+    out = torch.empty(size + before if size else 0, device=device, dtype=torch.float32)
     if out.numel():
         if not isinstance(step, Tensor):
             step = torch.tensor(step, device=device, dtype=torch.int64)
         blocks = triton.cdiv(out.numel(), 4 * BLOCK)
         with torch.cuda.device(device):
-            _philox_kernel[(blocks,)](out, step, out.numel(), seed, split, parameter, BLOCK)
-    return out.to(dtype)
+            _philox_kernel[(blocks,)](out, step, out.numel(), seed, split, parameter, start, BLOCK)
+    return out[before:].view(shape).to(dtype)

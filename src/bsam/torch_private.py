@@ -34,6 +34,8 @@ __all__ = [
     "mark_as_stepped",
     "own_buffers",
     "pytree",
+    "reduces_gradients",
+    "reset_after_failure",
     "scaler_round",
     "scaler_stage",
     "scan_stack",
@@ -87,6 +89,21 @@ def scaler_stage(scaler: GradScaler, optimizer: Optimizer) -> str:
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether a hook was registered by `register_step_pre_hook` or `register_step_post_hook`."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def reduces_gradients(shard: Any) -> bool:
+    """Whether a part of a model under `fully_shard` averages its gradients over the ranks in a backward pass."""
+    state = shard._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group, or none
+    groups = [state._fsdp_param_group] if groups is None else groups
+    return all(group.reduce_grads and group.all_reduce_grads for group in groups if group is not None)
+
+
+def reset_after_failure(shard: Any) -> None:
+    """Let a part of a model under `fully_shard` forget a pass that was not completed, where torch can do this."""
+    state = shard._get_fsdp_state()
+    if state._is_root and hasattr(shard, "reset_iter_state"):
+        shard.reset_iter_state()
 
 
 def mark_as_stepped(optimizer: Optimizer) -> None:

@@ -15,7 +15,7 @@ from bsam.experiments import demo, figures
 from bsam.experiments.commands import _demo_table, app
 from bsam.experiments.config import explanations, from_mapping
 from bsam.experiments.evaluate import evaluate
-from bsam.experiments.figures import numbers
+from bsam.experiments.figures import moving, numbers
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.record import read_json
 from bsam.experiments.stacks import Stack
@@ -133,7 +133,7 @@ class TestCommand:
     def test_list(self):
         result = CliRunner().invoke(app, ["figure", "list"])
         assert result.exit_code == 0
-        assert all(name in result.output for name in figures.FIGURES)
+        assert all(name in result.output for name in (*figures.FIGURES, *moving.MOVING))
         assert CliRunner().invoke(app, ["figure"]).output == result.output
 
     @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
@@ -151,10 +151,12 @@ class TestCommand:
     def test_all_and_numbers(self, tmp_path, monkeypatch):
         chosen = {name: figures.FIGURES[name] for name in ("worst-case", "dual-spaces")}
         monkeypatch.setattr(figures, "FIGURES", chosen)
+        written = moving.Moving("", ".html", lambda path: path.write_text("a page"))
+        monkeypatch.setattr(moving, "MOVING", {"explore": written})
         monkeypatch.setattr(numbers, "compute_numbers", lambda: {"a": 1})
         assert CliRunner().invoke(app, ["figure", "all", "--out", str(tmp_path / "new")]).exit_code == 0
         written = {path.name for path in (tmp_path / "new").iterdir()}
-        assert written == {"worst-case.png", "dual-spaces.png", "figures.json"}
+        assert written == {"worst-case.png", "dual-spaces.png", "explore.html", "figures.json"}
         path = tmp_path / "numbers.json"
         assert CliRunner().invoke(app, ["figure", "numbers", "--out", str(path)]).exit_code == 0
         assert read_json(path) == {"a": 1}

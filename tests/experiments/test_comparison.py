@@ -314,6 +314,26 @@ def test_an_unknown_table_is_refused(tmp_path):
         compare("table7", tmp_path)
 
 
+def test_the_improvement_of_table_3_has_the_direction_of_its_metric_and_welchs_interval(tmp_path):
+    names = ("table3/cifar10/bsam-no-noise", "table1/cifar10/bsam")
+    values = {"accuracy": ((0.87, 0.88, 0.875), (0.89, 0.888, 0.892)), "nll": ((0.37, 0.38, 0.36), (0.33, 0.34, 0.335))}
+    for seed in range(3):
+        for which, name in enumerate(names):
+            write_record(tmp_path, name, seed, **{metric: pair[which][seed] for metric, pair in values.items()})
+    blocks = {block.name: block for block in compare("table3", tmp_path).blocks}
+    accuracy, nll, ece, _ = blocks["cifar10"].improvement
+    for found, (before, after), unit in ((accuracy, values["accuracy"], 100), (nll, values["nll"], -1)):
+        result = ttest_ind(after, before, equal_var=False)
+        ends = [unit * end for end in result.confidence_interval(0.9)]
+        assert found.ours.value == pytest.approx(unit * (statistics.fmean(after) - statistics.fmean(before)))
+        assert found.ours.interval() == pytest.approx(tuple(sorted(ends)))
+        assert found.ours.value > 0
+    assert (accuracy.printed, nll.printed) == ("+0.98", "+0.04")
+    assert ece.ours.value == 0.0  # the same in both rows
+    assert all(each.ours is None for each in blocks["mnist"].improvement)  # not run
+    assert not any(block.improvement for table in set(TABLES) - {"table3"} for block in compare(table, tmp_path).blocks)
+
+
 def test_a_difference_that_rounds_to_zero_has_no_sign():
     assert signed("auroc", -0.0004) == signed("auroc", 0.0004) == "0.000"
     assert signed("auroc", -0.0006) == "-0.001"

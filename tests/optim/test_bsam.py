@@ -768,9 +768,9 @@ def test_the_defaults_of_adamw_become_the_defaults():
 @pytest.mark.parametrize("lr", [1e-3, torch.tensor(1e-3, dtype=torch.float64)])
 def test_from_adamw_converts_groups(lr):
     first, second = (nn.Parameter(torch.ones(3)) for _ in range(2))
-    groups = [{"params": [first], "weight_decay": 0.0, "lr": 9e-3}, {"params": [second]}]
+    groups = [{"params": [first], "weight_decay": 0.0, "lr": 16e-3}, {"params": [second]}]
     optimizer = bsam.BSAM.from_adamw(groups, lr, (0.8, 0.95), 0.1, num_data=1000, rho=0.02)
-    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([3.0, 1.0])
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([2.0, 1.0])
     assert [group["prior_precision"] for group in optimizer.param_groups] == pytest.approx([0.0, 0.5])
     assert optimizer.defaults["betas"] == (0.8, 0.99)
     assert optimizer.defaults["rho"] == 0.02

@@ -295,7 +295,7 @@ def test_torn_files(posterior, tmp_path):
         load_posterior(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("function", ["replace", "fsync", "chmod"])
+@pytest.mark.parametrize("function", ["replace", "fsync"])
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_a_failed_write_leaves_the_old_file(net, tmp_path, monkeypatch, function, error):
     path = tmp_path / "q"

@@ -62,6 +62,26 @@ def test_a_block_in_short_has_what_is_recorded(tmp_path):
     assert row.startswith("| bSAM | **98.80 (0.02)**<br>*98.78 (0.06)* |")
     with pytest.raises(ValueError, match="table6 has no block 'digits': there are mnist, fashionmnist"):
         render("table6/digits", tmp_path)
+    with pytest.raises(ValueError, match="write table6/mnist, or table6/mnist/paper"):
+        render("table6/mnist/all", tmp_path)
+
+
+def test_the_rows_of_the_paper_alone_are_compared_with_each_other(tmp_path):
+    for seed in range(5):
+        write_record(tmp_path / "runs", "table6/mnist/bsam", seed, accuracy=0.9 + seed / 1e4)
+        write_record(tmp_path / "runs", "here/mnist/bsam-mean", seed, accuracy=0.95 + seed / 1e4)
+    assert "| bSAM | 90.02 (0.02)<br>" in render("table6/mnist", tmp_path)
+    (row,) = render("table6/mnist/paper", tmp_path).splitlines()[2:]
+    assert row.startswith("| bSAM | **90.02 (0.02)**<br>")
+
+
+def test_improvements_stand_below_a_block_of_table_3(tmp_path):
+    for seed in range(3):
+        write_record(tmp_path / "runs", "table3/mnist/bsam-no-noise", seed, accuracy=0.9867 + seed / 1e4)
+        write_record(tmp_path / "runs", "table6/mnist/bsam", seed, accuracy=0.9877 + seed / 1e4)
+    (row,) = [line for line in render("table3", tmp_path).splitlines() if "*improvement*" in line]
+    assert row.startswith("| *improvement* | +0.10 ± 0.02<br>+0.11 | 0.000 ± 0.000<br>+0.003 |")
+    assert "± half of Welch's 90% interval" in render("table3", tmp_path)
 
 
 def test_studies_say_their_scale(tmp_path):

@@ -396,28 +396,33 @@ def figure(
     [bold]bsam figure all --out figures[/bold]
     """
     from bsam.experiments import figures  # needs the extra `theory`
+    from bsam.experiments.figures.moving import MOVING
     from bsam.experiments.figures.numbers import compute_numbers
     from bsam.experiments.record import write_json
 
     console = Console()
     if name == "list":
         table = Table("figure", "what it shows")
-        for key, found in figures.FIGURES.items():
-            table.add_row(key, found.what)
+        for key in (*figures.FIGURES, *MOVING):
+            table.add_row(key, MOVING[key].what if key in MOVING else figures.FIGURES[key].what)
         console.print(table)
         console.print("Draw one with: bsam figure NAME --out FILE", highlight=False)
         return
     if name == "all":
         folder = out or Path("figures")
-        paths = {**{key: folder / f"{key}.png" for key in figures.FIGURES}, "numbers": folder / "figures.json"}
+        files = [f"{key}.png" for key in figures.FIGURES] + [f"{key}{found.ending}" for key, found in MOVING.items()]
+        paths = {**{Path(file).stem: folder / file for file in files}, "numbers": folder / "figures.json"}
     else:
-        paths = {name: out or Path("figures.json" if name == "numbers" else f"{name}.png")}
+        ending = MOVING[name].ending if name in MOVING else ".png"
+        paths = {name: out or Path("figures.json" if name == "numbers" else f"{name}{ending}")}
     with Console(stderr=True).status("") as status:
         for count, (key, path) in enumerate(paths.items(), start=1):
             status.update(f"{count} of {len(paths)}: {escape(str(path))}")
             if key == "numbers":
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, compute_numbers())  # results that were drawn are not computed again
+            elif key in MOVING:
+                MOVING[key].write(path)
             else:
                 figures.draw(key, path)
             console.print(f"{path}", highlight=False)

@@ -137,6 +137,10 @@ def num_tries(demo: Demo) -> int:
 # ------------------------------------------------------------------ two moons
 
 
+CERTAIN = 0.99
+"""A prediction is called certain if a class has more than this probability."""
+
+
 @dataclass(frozen=True)
 class Map:
     """The predicted probability of class 1 on a grid, and the training data."""
@@ -148,7 +152,7 @@ class Map:
     points: Tensor
     labels: Tensor
 
-    def certain_far_away(self, probability: float) -> float:
+    def certain_far_away(self, probability: float = CERTAIN) -> float:
         """Return the share of the map outside the data's bounding box where a class has more than `probability`."""
         low, high = self.points.min(0).values - 0.5, self.points.max(0).values + 0.5
         y, x = torch.meshgrid(self.y, self.x, indexing="ij")

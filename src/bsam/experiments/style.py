@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from matplotlib.patches import Ellipse
 from numpy.typing import NDArray
 from PIL import Image
 
-__all__ = ["ellipse", "new_figure", "probability", "save", "scatter"]
+__all__ = ["SMALLEST", "ellipse", "in_print", "new_figure", "probability", "save", "scatter"]
 
 Array = NDArray[Any]
 
@@ -27,9 +28,20 @@ _CERTAINTY = LinearSegmentedColormap.from_list("certainty", ["#c2570c", "#fdba74
 _CLASSES = ("#7c2d12", "#172554")
 
 
+SMALLEST = 8.5
+"""Size of the smallest letters of a figure of the docs, in points."""
+
+_TEXT: Any = {"font.size": 9.5, "axes.titlesize": 9.5, "legend.fontsize": SMALLEST, "legend.framealpha": 0.9}
+
+
 def new_figure(width: float, height: float) -> Figure:
     """Make an empty figure; width and height are in inches."""
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def in_print() -> AbstractContextManager[None]:
+    """Draw inside of this context in sizes that stay readable when a figure is 400 pixels wide."""
+    return matplotlib.rc_context(_TEXT)
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -45,29 +57,29 @@ def save(figure: Figure, path: Path) -> Path:
             # MAXCOVERAGE keeps the colours of thin lines, which median cut loses; k-means reduces its banding
             image = Image.open(buffer).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=1)
             image.save(path, optimize=True)
-        else:
-            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        else:  # equal runs write equal files: no date, and names of parts from a fixed salt
+            figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
     return path
 
 
-def probability(axes: Axes, x: Array, y: Array, p: Array, points: Array, labels: Array) -> Any:
+def probability(axes: Axes, x: Array, y: Array, p: Array, points: Array, labels: Array, *, size: float = 20) -> Any:
     """Draw a map of the probability of the second class, white where it is 0.5, with the data; return the image.
 
-    `p` has shape (y, x), and `points` (N, 2). The larger label is the second class.
+    `p` has shape (y, x), and `points` (N, 2), drawn in this size. The larger label is the second class.
     """
     extent = (float(x[0]), float(x[-1]), float(y[0]), float(y[-1]))
     options: Any = {"origin": "lower", "extent": extent, "cmap": _CERTAINTY, "vmin": 0, "vmax": 1, "aspect": "auto"}
     image = axes.imshow(p, interpolation="bilinear", **options)
     axes.contour(x, y, p, levels=[0.1, 0.5, 0.9], colors=BLACK, linewidths=[0.5, 1.0, 0.5])
-    scatter(axes, points, labels)
+    scatter(axes, points, labels, size=size)
     return image
 
 
-def scatter(axes: Axes, points: Array, labels: Array) -> None:
+def scatter(axes: Axes, points: Array, labels: Array, *, size: float = 20) -> None:
     """Draw the points of two classes, one as circles and one as triangles."""
     for label, colour, marker in zip(np.unique(labels), _CLASSES, ("o", "^"), strict=True):
         chosen = points[labels == label]
-        axes.scatter(chosen[:, 0], chosen[:, 1], s=20, c=colour, marker=marker, edgecolors="white", linewidths=0.5)
+        axes.scatter(chosen[:, 0], chosen[:, 1], s=size, c=colour, marker=marker, edgecolors="white", linewidths=0.5)
 
 
 def ellipse(axes: Axes, mean: Array, covariance: Array, *, mass: float = 0.9, **style: Any) -> None:

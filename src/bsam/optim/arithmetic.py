@@ -5,8 +5,12 @@ The weight of a sum is a number, or in a compiled step (`bsam.TrainStep`) a tens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from bsam.shards import whole_norms
 
 __all__ = ["all_finite", "average", "clip_gradient", "plus", "plus_quotient", "total_norm", "write"]
 
@@ -31,19 +35,20 @@ def average(a: Tensor, b: Tensor, keep: float | Tensor) -> Tensor:
 # ------------------------------------------------------------------ of all parameters
 
 
-def total_norm(tensors: list[Tensor]) -> Tensor:
-    """The norm of all tensors together, on the first one's device."""
+def total_norm(tensors: list[Tensor], parameters: Sequence[Tensor] = ()) -> Tensor:
+    """The norm of all tensors together, on the first one's device; of the whole ones if the parameters are sharded."""
     if not tensors:
         return torch.zeros(())
     norms = [torch.linalg.vector_norm(t) for t in tensors]  # torch.nn.utils.get_total_norm cannot be vmapped
+    norms = whole_norms(norms, parameters)
     total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
     return total
 
 
-def clip_gradient(gradient: list[Tensor], limit: float | None) -> None:
+def clip_gradient(gradient: list[Tensor], limit: float | None, parameters: Sequence[Tensor] = ()) -> None:
     """Scale the averaged gradient down to a norm of `limit`, as `torch.nn.utils.clip_grad_norm_` does."""
     if limit is not None and gradient:
-        scale = (limit / (total_norm(gradient) + 1e-6)).clamp(max=1.0)
+        scale = (limit / (total_norm(gradient, parameters) + 1e-6)).clamp(max=1.0)
         for tensor in gradient:
             tensor.mul_(scale.to(tensor.device))
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from bsam import batch_norm as bn
+from bsam import shards
 from bsam.batches import split_batch
 from bsam.distributed import average_over_ranks, broadcast, rank_of
 from bsam.executor import callers_level
@@ -53,6 +54,7 @@ from bsam.optim.micro_batches import Kept, MicroBatch
 from bsam.optim.pending import Pending, Probed
 from bsam.optim.probing import MeanSnapshot, Prober, Slot, emptied
 from bsam.optim.scaling import Scaling
+from bsam.optim.sharding import Hooks, agreed_weight, check_sharding
 from bsam.optim.splits import SplittingOptimizer
 from bsam.optim.together import Parts
 from bsam.posterior import PointMass, Posterior
@@ -100,6 +102,7 @@ class ProbingOptimizer(SplittingOptimizer):
         self._warned: set[int | str] = set()  # parameters and reasons for which a warning was given
         self._skipped: Tensor | None = None
         self._synchronised = False
+        self._sharded = False  # whether the parameters are sharded
         self._num_steps = 0  # since this object was made
         self._start: dict[Tensor, Tensor] = {}  # the norm of each parameter before the first of them
 
@@ -173,10 +176,11 @@ class ProbingOptimizer(SplittingOptimizer):
         with deferred(), torch.no_grad():
             self._refuse_if_away("probe a batch")
             slots, parts = self._prepare(batch)
+            number = self._weight(weight, parts)
             with self._whole_or_nothing(slots) as buffers:
                 pending = self._opened(slots, buffers, scaler)
                 look = self._look if last else self._keep
-                pending, loss = look(slots, pending, loss_fn, parts, _weight(weight, parts))
+                pending, loss = look(slots, pending, loss_fn, parts, number)
                 if last:
                     pending = pending.owned()
                     if pending.scaling is not None:
@@ -231,6 +235,7 @@ class ProbingOptimizer(SplittingOptimizer):
         pending = self._settled()
         if closure is not None:
             slots, parts = self._prepare(batch)
+            number = self._weight(None, parts)
         elif pending is not None:
             slots = self._slots()
             changed = self._check_pending(pending, slots)
@@ -247,7 +252,7 @@ class ProbingOptimizer(SplittingOptimizer):
         with self._whole_or_nothing(slots) as buffers:
             if closure is not None:
                 pending = self._opened(slots, buffers, None)
-                pending, _ = self._look(slots, pending, closure, parts, _weight(None, parts))
+                pending, _ = self._look(slots, pending, closure, parts, number)
                 losses, averages = pending.probed
                 unchecked: Iterable[str] = ()
             else:
@@ -259,8 +264,10 @@ class ProbingOptimizer(SplittingOptimizer):
             del pending  # the update frees the averages one by one
             if self.process_group is not None:
                 self._average_over_ranks(slots, weight, losses, averages)
+            elif self._sharded:
+                self._average_running_statistics(slots)
             accept = self._accepted(slots, losses, averages, unchecked)
-            clip_gradient(averages["gradient"], self._option("max_grad_norm"))
+            clip_gradient(averages["gradient"], self._option("max_grad_norm"), [slot.parameter for slot in slots])
             if accept is not None:
                 buffers.restore(unless=accept)
             self._leave_gradients(slots, averages["gradient"])
@@ -293,6 +300,7 @@ class ProbingOptimizer(SplittingOptimizer):
                 "a probe inside no_sync() would not average its gradients over the ranks: leave no_sync() out. Every "
                 "micro-batch has gradients of its own, so DistributedDataParallel must average each of them."
             )
+        shards.check_gradients_are_reduced(self.module)
         if len(parts) < splits and "few examples" not in self._warned:
             self._warned.add("few examples")
             text = f"a batch of {len(parts)} examples cannot be cut into {splits} parts: each example is one part."
@@ -303,6 +311,14 @@ class ProbingOptimizer(SplittingOptimizer):
         self._note_start()
         return slots, parts
 
+    def _weight(self, weight: float | Tensor | None, parts: Parts) -> float:
+        """Return the weight of a micro-batch in the averages: as it is given, or its number of examples."""
+        sizes = [size for _, size in parts]
+        if weight is not None:
+            options.positive("weight", weight, "It is the number of terms in the mean loss of the micro-batch.")
+        number = float(sum(sizes) if weight is None else weight)
+        return agreed_weight(self._trained(), number, sizes, self._option("splits")) if self._sharded else number
+
     @contextlib.contextmanager
     def _whole_or_nothing(self, slots: list[Slot]) -> Iterator[BufferSnapshot]:
         """If the block raises, restore weights, gradients and buffers; give it a snapshot of the buffers."""
@@ -310,7 +326,8 @@ class ProbingOptimizer(SplittingOptimizer):
         buffers = BufferSnapshot(all_buffers(self.module) if self.module is not None else ())
         self._away = _IN_A_STEP
         try:
-            with restored_on_failure(MeanSnapshot(slots), GradientSnapshot(known), buffers):
+            mean = MeanSnapshot(slots, self.module)
+            with restored_on_failure(Hooks(self.module), mean, GradientSnapshot(known), buffers):
                 yield buffers
         finally:
             torch.clear_autocast_cache()
@@ -319,6 +336,11 @@ class ProbingOptimizer(SplittingOptimizer):
     def _opened(self, slots: list[Slot], buffers: BufferSnapshot, scaler: GradScaler | None) -> Pending:
         """Return the pending probes so far, for a further one with this scaler."""
         group = self.process_group
+        if scaler is not None and scaler.is_enabled() and self._sharded:
+            raise ValueError(
+                "scaler= does not go with a sharded model: use bfloat16 without a scaler, "
+                "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))."
+            )
         if scaler is not None and group is not None and dist.get_world_size(group) > 1:
             raise ValueError(
                 "scaler= does not go with process_group=: a rank cannot see the overflow of another one before step(). "
@@ -349,7 +371,7 @@ class ProbingOptimizer(SplittingOptimizer):
             last = MicroBatch(closure, parts[0][0], weight)
             losses, averages, loss = self._probe_joined(prober, slots, kept, last, number)
             weight += kept.weight
-        MeanSnapshot(slots).restore()
+        MeanSnapshot(slots, self.module).restore()
         if scaling is not None:  # the scaler looks for numbers that are not finite
             *losses, loss = scaling.unscaled([*losses, loss])
         elif self.process_group is None and self._option("nonfinite") == "raise":
@@ -373,7 +395,7 @@ class ProbingOptimizer(SplittingOptimizer):
             parameter.grad = None
         micro_batch = MicroBatch(closure, parts[0][0], weight)
         kept = self._first_pass(slots, micro_batch, pending.kept or Kept(), pending.num_probes)
-        MeanSnapshot(slots).restore()
+        MeanSnapshot(slots, self.module).restore()
         grads.restore()
         (loss,) = kept.micro_batches[-1].losses
         if scaling is not None:
@@ -416,20 +438,26 @@ class ProbingOptimizer(SplittingOptimizer):
         `unchecked` names the averages that no probe of this rank has checked.
         """
         if self._option("nonfinite") == "skip":
-            return all_finite([*losses, *(t for tensors in averages.values() for t in tensors)])
+            return self._all_finite(slots, losses, averages)
         names = list(averages if self.process_group is not None else unchecked)
         if names:
             self._raise_unless_finite(slots, losses, {name: averages[name] for name in names})
         return None
 
     def _raise_unless_finite(self, slots: list[Slot], losses: list[Tensor], averages: dict[str, list[Tensor]]) -> None:
-        if not all_finite([*losses, *(t for tensors in averages.values() for t in tensors)]):
+        if not self._all_finite(slots, losses, averages):
             raise FloatingPointError(self._describe_nonfinite(slots, losses, averages))
+
+    def _all_finite(self, slots: list[Slot], losses: list[Tensor], averages: dict[str, list[Tensor]]) -> Tensor:
+        """Return a 0-dim boolean: whether all numbers are finite, on all ranks of a sharded model."""
+        finite = all_finite([*losses, *(t for tensors in averages.values() for t in tensors)])
+        return shards.true_on_all(finite, [slot.parameter for slot in slots])
 
     def _leave_gradients(self, slots: list[Slot], gradients: list[Tensor]) -> None:
         """Leave the averaged gradients in `.grad`."""
         for slot, gradient in zip(slots, gradients, strict=True):
-            slot.parameter.grad = gradient.to(slot.parameter.dtype) if slot.seen else None
+            grad = gradient.to(slot.parameter.dtype) if slot.seen else None
+            slot.parameter.grad = None if grad is None else shards.like(slot.parameter, grad)
 
     def _count_skipped(self, skipped: Tensor) -> None:
         self._skipped = skipped if self._skipped is None else self._skipped.add_(skipped)
@@ -462,25 +490,32 @@ class ProbingOptimizer(SplittingOptimizer):
     ) -> None:
         """Turn this rank's means into means over all ranks, in place."""
         assert self.process_group is not None
-        share, buffers = self._share_of_running_statistics(), []
-        if share is not None and self.module is not None:
-            found = [own_buffers(owner)[name] for owner, name in running_statistics(self.module)]
-            buffers = [b.mul_(share) for b in found if b is not None and b.is_floating_point()]
+        rank, world = rank_of(self.process_group), dist.get_world_size(self.process_group)
+        buffers = self._shares_of_running_statistics(rank, world)
         means = [t for tensors in averages.values() for t in tensors]
         seen = [slot.seen for slot in slots]
         reached = average_over_ranks(self.process_group, weight, means, losses, seen, buffers)
         for slot, is_seen in zip(slots, reached, strict=True):
             slot.seen = is_seen
 
-    def _share_of_running_statistics(self) -> float | None:
-        """Return the weight of this rank's running statistics in the sum over ranks; None if they do not move.
+    def _average_running_statistics(self, slots: list[Slot]) -> None:
+        """Give all ranks of a sharded model the same running statistics."""
+        parameters = [slot.parameter for slot in slots]
+        found = shards.position(parameters)
+        if found is not None:
+            shards.sum_everywhere(self._shares_of_running_statistics(*found), parameters)
+
+    def _shares_of_running_statistics(self, rank: int, world: int) -> list[Tensor]:
+        """Multiply this rank's running statistics by their share in the sum over ranks; none if they do not move.
 
         The policy "first_split" takes those of rank 0, all others the mean. Counters are equal on all ranks.
         """
-        policy, group = self._option("batch_norm"), self.process_group
-        if policy == "none" or group is None:
-            return None
-        return float(rank_of(group) == 0) if policy == "first_split" else 1 / dist.get_world_size(group)
+        policy = self._option("batch_norm")
+        if policy == "none" or self.module is None:
+            return []
+        share = float(rank == 0) if policy == "first_split" else 1 / world
+        found = [own_buffers(owner)[name] for owner, name in running_statistics(self.module)]
+        return [b.mul_(share) for b in found if b is not None and b.is_floating_point()]
 
     def _move(self, slots: list[Slot], averages: dict[str, list[Tensor]], accept: Tensor | None) -> None:
         """Update weights and state, unless the 0-dim boolean `accept` is given and false."""
@@ -502,7 +537,7 @@ class ProbingOptimizer(SplittingOptimizer):
         computed = []
         for slot, *means in zip(slots, *(emptied(tensors) for tensors in averages.values()), strict=True):
             weights, state = self._update(slot, **dict(zip(averages, means, strict=True)))
-            write(slot.parameter, weights, accept)
+            write(slot.weights, weights, accept)
             computed.append((slot, state))
         for slot, state in computed:
             counted = {"step": slot.state["step"] + 1} if "step" in slot.state else {}
@@ -519,8 +554,8 @@ class ProbingOptimizer(SplittingOptimizer):
     def _own(self, slots: list[Slot]) -> None:
         """Store the state of the slots in the optimizer's `state`."""
         for slot in slots:
-            if slot.state:
-                self.state[slot.parameter] = slot.state
+            if slot.state and not (shards.is_sharded(slot.parameter) and slot.parameter in self.state):
+                self.state[slot.parameter] = shards.whole_values(slot.state, slot.parameter)
 
     def _state_of(self, slot: Slot) -> dict[str, Tensor]:
         """Return the state of a slot in the optimizer's `state`, or a fresh one."""
@@ -537,6 +572,7 @@ class ProbingOptimizer(SplittingOptimizer):
             lr = group.get("lr")
             if isinstance(lr, Tensor) and lr.shape == (1,):  # torch accepts this shape, formulas take numbers
                 group["lr"] = lr.reshape(())
+        self._sharded = check_sharding(self, self._trained())
         return slots_of(self, self._fresh_state if self.base_optimizer is None else None)
 
     def _fixed(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -567,6 +603,7 @@ class ProbingOptimizer(SplittingOptimizer):
     def _model_or_own(self, model: nn.Module | None) -> nn.Module:
         self._refuse_if_away("take the posterior")
         model = self.module if model is None else model
+        shards.reshard(model)
         if model is None:
             raise TypeError(
                 "posterior() needs the model: write optimizer.posterior(model), or make the optimizer with module=."
@@ -583,8 +620,10 @@ class ProbingOptimizer(SplittingOptimizer):
 
     def _ratios(self, slots: list[Slot]) -> list[Finding]:
         """Return what weights and state of measured slots say: the findings that training warns of."""
-        sizes = [(slot.index, name, size.norm()) for slot in slots for name, size in self._sizes(slot).items()]
-        norms = [slot.mean.norm(dtype=slot.dtype) for slot in slots]
+        all_sizes = [(slot, name, size.norm()) for slot in slots for name, size in self._sizes(slot).items()]
+        whole = shards.whole_norms([size for _, _, size in all_sizes], [slot.parameter for slot, _, _ in all_sizes])
+        sizes = [(slot.index, name, size) for (slot, name, _), size in zip(all_sizes, whole, strict=True)]
+        norms = [slot.mean.norm(dtype=slot.dtype) if slot.norm is None else slot.norm() for slot in slots]
         starts = [self._start.get(slot.parameter, norm) for slot, norm in zip(slots, norms, strict=True)]
         numbers = iter(_read([*norms, *starts, *(size for _, _, size in sizes)]))
         weights = {slot.index: next(numbers) for slot in slots}
@@ -612,8 +651,9 @@ class ProbingOptimizer(SplittingOptimizer):
     def _note_start(self) -> None:
         """Note how large the weights are, before the first step of this object."""
         if not self._num_steps:
-            trained = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
-            self._start = {p: p.norm(dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained}
+            trained = self._trained()
+            norms = [shards.local(p).norm(dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
+            self._start = dict(zip(trained, shards.whole_norms(norms, trained), strict=True))
 
     def _count_step(self) -> None:
         """Count a step. After some of them, look at the ratios, and warn once if one is bad."""
@@ -705,10 +745,15 @@ class ProbingOptimizer(SplittingOptimizer):
         names = [name for group in self.param_groups for name in group.get("param_names", ())]
         if not names and self.module is not None:
             by_id = {id(p): name for name, p in self.module.named_parameters()}
-            return by_id[id(slot.parameter)]
+            if id(slot.parameter) in by_id:  # not while a sharded model has gathered its weights
+                return by_id[id(slot.parameter)]
         return names[slot.index] if names else f"parameter {slot.index} of shape {tuple(slot.parameter.shape)}"
 
+    def _trained(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
     def _check_module(self) -> None:
+        self._sharded = check_sharding(self, self._trained())
         if self.module is None:
             return
         if self.process_group is not None and isinstance(self.module, nn.parallel.DistributedDataParallel):
@@ -735,6 +780,7 @@ class ProbingOptimizer(SplittingOptimizer):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             bad.append(f"the gradient of {', '.join(names[:3])}{more} is not finite")
+        bad = bad or ["a loss or gradient of another rank is not finite"]
         drop = "" if self._pending is None else " Probes are still pending: optimizer.discard() drops them."
         return (
             f"{'; '.join(bad)}. Weights and state are unchanged.{drop} Lower lr or rho, look at the batch, or skip "
@@ -748,11 +794,3 @@ def _read(numbers: Sequence[Tensor]) -> list[float]:
         torch.stack([each.float().to(numbers[0].device) for each in numbers]).tolist() if numbers else []
     )
     return found
-
-
-def _weight(weight: float | Tensor | None, parts: Parts) -> float:
-    """Return the weight of a micro-batch in the averages: as it is given, or its number of examples."""
-    if weight is None:
-        return float(sum(size for _, size in parts))
-    options.positive("weight", weight, "It is the number of terms in the mean loss of the micro-batch.")
-    return float(weight)

@@ -283,9 +283,9 @@ class BSAM(GaussianOptimizer):
 
         There is no algebra between the two: AdamW divides a gradient by its size, bSAM by a precision. The conversion
         is a rule that was found by trying rates of both on small problems (docs/coming_from.md). AdamW's defaults
-        become bSAM's. Where AdamW needs a rate that is ten times larger, bSAM needs about three times its own:
+        become bSAM's. Where AdamW needs a rate that is ten times larger, bSAM needs about twice its own:
 
-            lr of bSAM  =  sqrt(lr of AdamW / 0.001)
+            lr of bSAM  =  (lr of AdamW / 0.001)^(1/4)
 
         beta1 is AdamW's. Weights that AdamW decays have bSAM's default weight decay, and the others none: AdamW takes
         lr * weight_decay of a weight per step, which is usually too little to say how strong the prior is. beta2 and
@@ -304,7 +304,7 @@ class BSAM(GaussianOptimizer):
         optimizer = cls(params, lr, num_data=num_data, **{**settings, **further})
         prior = 5e-4 * optimizer.effective_num_data
         for group in (optimizer.defaults, *optimizer.param_groups):
-            group["lr"] = (group["lr"] / 1e-3) ** 0.5
+            group["lr"] = (group["lr"] / 1e-3) ** 0.25
             group["prior_precision"] = prior if group["prior_precision"] > 0 else 0.0
         return optimizer
 

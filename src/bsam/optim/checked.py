@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bsam.interrupts import deferred
-from bsam.optim.probing import Slot
+from bsam.optim.probing import Slot, share_norms
+from bsam.shards import cut, is_sharded, like, local, local_values
 
 __all__ = ["CheckedOptimizer", "slots_of"]
 
@@ -118,7 +119,7 @@ class CheckedOptimizer(Optimizer):
         return (
             not self.state
             and all(float(group.get("lr", 0)) == 0 for group in self.param_groups)
-            and all(p.grad is not None and not p.grad.any() for p in parameters)
+            and all(p.grad is not None and not local(p.grad).any() for p in parameters)
         )
 
     def _make_state(self) -> None:
@@ -151,10 +152,16 @@ class CheckedOptimizer(Optimizer):
             finally:
                 handle.remove()
             for key, parameter in self._matched(accepted):
-                if key in accepted["state"] and self.base_optimizer is None:
+                if key in accepted["state"] and self.base_optimizer is not None and is_sharded(parameter):
+                    loaded = self.state[parameter]
+                    whole = {k: v for k, v in loaded.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
+                    loaded |= {k: like(parameter, cut(v, parameter)) for k, v in whole.items()}
+                elif key in accepted["state"] and self.base_optimizer is None:
                     # torch casts state to the parameter's type; a bfloat16 average with beta2 = 0.999 never moves.
                     saved, fresh = accepted["state"][key], self._fresh_state(parameter, self.param_groups[0])
-                    self.state[parameter] = {k: torch.as_tensor(saved[k]).to(v, copy=True) for k, v in fresh.items()}
+                    self.state[parameter] = {
+                        k: like(v, cut(torch.as_tensor(saved[k]), v).to(local(v), copy=True)) for k, v in fresh.items()
+                    }
 
     def _matched(self, state_dict: dict[str, Any]) -> list[tuple[Any, Tensor]]:
         """Return the keys of a state, each with its parameter."""
@@ -179,34 +186,35 @@ class CheckedOptimizer(Optimizer):
             for name, value in state_dict["state"].get(key, {}).items():
                 if not isinstance(value, Tensor):
                     continue
-                like = present.get(name)  # present state has the right shape
-                fits = value.shape == like.shape if isinstance(like, Tensor) else _may_be_of(value, parameter)
+                now = present.get(name)  # present state has the right shape
+                fits = value.shape == now.shape if isinstance(now, Tensor) else _may_be_of(value, parameter)
                 if not fits:
                     raise ValueError(
                         f"the loaded state's {name!r} of parameter {i} has shape {tuple(value.shape)}, the parameter "
                         f"has {tuple(parameter.shape)}: it belongs to another model."
                     )
+                cut(value, parameter)  # raises if the value is sharded otherwise than the parameter
         for key, parameter in matched:
             if key in state_dict["state"] and self.base_optimizer is None:
                 self._check_fresh(key, state_dict["state"][key], parameter)
         for key, state in state_dict["state"].items():
             if self.base_optimizer is None:
-                self._check_state(key, state)
+                self._check_state(key, local_values(state))
             for name, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, Tensor) and not bool(value.isfinite().all()):
+                if isinstance(value, Tensor) and not bool(local(value).isfinite().all()):
                     raise ValueError(f"the loaded {name!r} of parameter {key} is not finite everywhere.")
 
     def _check_fresh(self, key: Any, state: dict[str, Any], parameter: Tensor) -> None:
         """Raise unless the loaded state of a parameter has the names and shapes of a fresh state."""
-        for name, like in self._fresh_state(parameter, self.param_groups[0]).items():
+        for name, fresh in self._fresh_state(parameter, self.param_groups[0]).items():
             if name not in state:
                 raise ValueError(f"the loaded state of parameter {key} has no {name!r}: is it of another optimizer?")
             value = state[name]
             if name == "step" and isinstance(value, int | float):
                 value = torch.tensor(value)  # older versions of torch saved a number
-            if not isinstance(value, Tensor) or value.shape != like.shape:
+            if not isinstance(value, Tensor) or value.shape != fresh.shape:
                 seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(f"the loaded {name!r} of parameter {key} is {seen}: it must be {tuple(like.shape)}.")
+                raise ValueError(f"the loaded {name!r} of parameter {key} is {seen}: it must be {tuple(fresh.shape)}.")
             if name == "step" and value < 0:
                 raise ValueError(f"the loaded step of parameter {key} is {value.item()}: it must be >= 0.")
 
@@ -236,8 +244,11 @@ def slots_of(optimizer: Optimizer, fresh_state: Any) -> list[Slot]:
                 state = {}
                 if fresh_state is not None:
                     state = optimizer.state.get(parameter) or fresh_state(parameter, group)
-                slots.append(Slot(index, parameter, group, parameter.detach().clone(), state))
+                mean = local(parameter).detach().clone()
+                slots.append(Slot(index, parameter, group, mean, local_values(state)))
             index += 1
+    if any(is_sharded(slot.parameter) for slot in slots):
+        share_norms(slots)
     return slots
 
 

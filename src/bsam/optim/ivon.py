@@ -50,6 +50,7 @@ from bsam.optim import options
 from bsam.optim.arithmetic import plus
 from bsam.optim.probing import Gradients, Slot, Tally, emptied
 from bsam.optim.variational import GaussianOptimizer
+from bsam.shards import local
 
 __all__ = ["IVON", "hessian_estimate", "new_hessian", "unit_precision", "update"]
 
@@ -240,7 +241,9 @@ class IVON(GaussianOptimizer):
             merged = {**self.defaults, **group}
             delta = merged["prior_precision"] / (merged["num_data"] * merged["augmentation_factor"])
             for key in group["params"]:
-                if key in state_dict["state"] and not bool((state_dict["state"][key]["hessian"] + delta > 0).all()):
+                if key in state_dict["state"] and not bool(
+                    (local(state_dict["state"][key]["hessian"]) + delta > 0).all()
+                ):
                     raise ValueError(
                         f"the loaded hessian of parameter {key} is not above -{delta:.3g}, which is "
                         "-prior_precision / N, everywhere: it makes no precision."

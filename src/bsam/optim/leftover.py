@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from bsam.shards import local, sum_parts
 from bsam.torch_private import version_of
 
 __all__ = ["not_left", "note_as_left", "was_left"]
@@ -35,8 +36,9 @@ def not_left(parameters: list[Tensor]) -> list[int]:
     if not foreign:
         return []
     device = foreign[0][1].device
-    nonzero = torch.stack([grad.any().to(device) for _, grad in foreign]).tolist()
-    return [i for (i, _), found in zip(foreign, nonzero, strict=True) if found]
+    found = [local(grad).any().to(device).float() for _, grad in foreign]
+    nonzero = torch.stack(sum_parts(found, [grad for _, grad in foreign])).tolist()
+    return [i for (i, _), number in zip(foreign, nonzero, strict=True) if number]
 
 
 def was_left(grad: Tensor) -> bool:

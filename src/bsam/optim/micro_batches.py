@@ -95,7 +95,7 @@ class GradAtJoined:
 
     def with_weights(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the gradients, and the parameters themselves, which hold the weights until the next pass."""
-        return self(weights), [slot.parameter for slot in self._slots]
+        return self(weights), [slot.weights for slot in self._slots]
 
     def moments(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return mean and mean square of the examples' gradients, one tensor per slot each."""
@@ -116,7 +116,7 @@ class GradAtJoined:
             tally.weight = share
             for i, results in enumerate(evaluate(grad_at, weights)):
                 tally.add(str(i), results)
-            weights = [slot.parameter for slot in self._slots]  # written by the first evaluation
+            weights = [slot.weights for slot in self._slots]  # written by the first evaluation
         if first:
             for name, sums in zip(tally.means, self._kept.sums, strict=True):
                 for mean, total in zip(tally.means[name], sums, strict=True):

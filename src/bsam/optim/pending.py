@@ -20,6 +20,7 @@ from bsam.optim.leftover import was_left
 from bsam.optim.micro_batches import Kept
 from bsam.optim.probing import emptied
 from bsam.optim.scaling import Scaling
+from bsam.shards import local
 from bsam.torch_private import is_view
 
 __all__ = ["Pending", "Probed"]
@@ -146,6 +147,7 @@ def _gradient_now(grad: Tensor | None, average: Tensor) -> Tensor:
     """Return the present gradient of a parameter, in the type of its average."""
     if grad is None:
         return torch.zeros_like(average)
+    grad = local(grad)
     if grad.dtype == average.dtype:
         return grad
     # `.grad` of 16-bit weights is rounded: where nobody has changed it, the average is the same gradient, not rounded.

@@ -7,7 +7,8 @@ counterparts in `bsam.optim.together`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from bsam.gradients import PerExample, batch_gradient
 from bsam.modules import BufferSnapshot, LossFunction
+from bsam.shards import local, reshard, whole_norms
 
 __all__ = [
     "SMALLEST_SQUARE",
@@ -27,6 +29,7 @@ __all__ = [
     "Tally",
     "emptied",
     "matrix_size",
+    "share_norms",
 ]
 
 SMALLEST_SQUARE = 1e-30
@@ -43,15 +46,23 @@ class Slot:
     parameter: Tensor
     group: dict[str, Any]
     mean: Tensor
-    """The weights before the step."""
+    """The weights before the step; of a sharded parameter, the part on this rank."""
     state: dict[str, Any]
+    """Its state; of a sharded parameter, the parts on this rank."""
     seen: bool = False
     """Whether any pass of the step gave the parameter a gradient."""
+    norm: Callable[[], Tensor] | None = None
+    """Returns the norm of a sharded parameter's mean, over all ranks."""
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of its averages and state: float32 for 16-bit weights."""
         return torch.promote_types(self.parameter.dtype, torch.float32)
+
+    @property
+    def weights(self) -> Tensor:
+        """The weights that the model holds now; of a sharded parameter, the part on this rank."""
+        return local(self.parameter)
 
     def per_element(self, value: Tensor) -> Tensor:
         """Broadcast a per-parameter scalar to the parameter's elements."""
@@ -59,8 +70,8 @@ class Slot:
 
     def inverse_mean_square(self) -> Tensor:
         """Return one over the mean square of a matrix of weights; 0 for a vector."""
-        norm = torch.linalg.vector_norm(self.mean, dtype=self.dtype)
-        found: Tensor = matrix_size(self.mean.shape) / norm.square().clamp_min(SMALLEST_SQUARE)
+        norm = torch.linalg.vector_norm(self.mean, dtype=self.dtype) if self.norm is None else self.norm()
+        found: Tensor = matrix_size(self.parameter.shape) / norm.square().clamp_min(SMALLEST_SQUARE)
         return found
 
 
@@ -69,16 +80,35 @@ def matrix_size(shape: torch.Size) -> int:
     return shape.numel() if len(shape) > 1 else 0
 
 
-class MeanSnapshot:
-    """The weights before the step, as the slots hold them."""
+def share_norms(slots: Sequence[Slot]) -> None:
+    """Let sharded slots sum the squares of all their means over the ranks at once, when the first of them is asked."""
+    means = [(slot.mean, slot.dtype) for slot in slots]
+    parameters = [slot.parameter for slot in slots]
 
-    def __init__(self, slots: list[Slot]) -> None:
-        self._slots = slots
+    @functools.cache
+    def norms() -> list[Tensor]:
+        return whole_norms([torch.linalg.vector_norm(mean, dtype=dtype) for mean, dtype in means], parameters)
+
+    for i, slot in enumerate(slots):
+        slot.norm = functools.partial(lambda i: norms()[i], i)
+
+
+class MeanSnapshot:
+    """The weights before the step, as the slots hold them.
+
+    Args:
+        slots: The slots.
+        module: The model, if it is known.
+    """
+
+    def __init__(self, slots: list[Slot], module: nn.Module | None) -> None:
+        self._slots, self._module = slots, module
 
     def restore(self) -> None:
         """Write the weights back into the parameters."""
+        reshard(self._module)
         for slot in self._slots:
-            slot.parameter.copy_(slot.mean)
+            slot.weights.copy_(slot.mean)
 
 
 class Gradients(Protocol):
@@ -110,8 +140,9 @@ class GradAt:
         part: tuple[Any, ...],
         frozen: Callable[[int], list[tuple[nn.Module, str]]],
         per_example: PerExample | None = None,
+        module: nn.Module | None = None,
     ) -> None:
-        self._slots, self._closure, self._part = slots, closure, part
+        self._slots, self._closure, self._part, self._module = slots, closure, part, module
         self._frozen = frozen  # maps the number of a pass to the running statistics that it must not move
         self._per_example = per_example
         self.losses: list[Tensor] = []
@@ -123,7 +154,7 @@ class GradAt:
 
     def with_weights(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the gradients, and the parameters themselves, which hold the weights until the next pass."""
-        return self(weights), [slot.parameter for slot in self._slots]
+        return self(weights), [slot.weights for slot in self._slots]
 
     def moments(self, weights: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return mean and mean square of the examples' gradients, one tensor per slot each."""
@@ -135,8 +166,9 @@ class GradAt:
 
     def _evaluate(self, weights: Iterable[Tensor], function: Callable[[], tuple[Result, Tensor]]) -> Result:
         """Write `weights` into the model and return the result of `function` there; keep its loss."""
+        reshard(self._module)
         for slot, theta in zip(self._slots, weights, strict=True):
-            slot.parameter.copy_(theta)
+            slot.weights.copy_(theta)
         torch.clear_autocast_cache()  # a surrounding autocast region would keep using the old weights
         frozen_buffers = BufferSnapshot(self._frozen(len(self.losses)))
         result, loss = function()
@@ -150,7 +182,9 @@ class GradAt:
         taken = []
         for slot, gradient in zip(self._slots, gradients, strict=True):
             slot.seen |= gradient is not None
-            taken.append(torch.zeros_like(slot.mean, dtype=slot.dtype) if gradient is None else gradient.to(slot.dtype))
+            taken.append(
+                torch.zeros_like(slot.mean, dtype=slot.dtype) if gradient is None else local(gradient).to(slot.dtype)
+            )
         return taken, loss
 
     def _moments(self) -> tuple[tuple[list[Tensor], list[Tensor]], Tensor]:

@@ -158,7 +158,8 @@ class SAM(ProbingOptimizer):
     def _probe(self, slots: list[Slot], theta: Iterable[Tensor], grad_at: Gradients, tally: Tally) -> None:
         g = [self._scaled(slot, g_i) for slot, g_i in zip(slots, emptied(grad_at(theta)), strict=True)]  # line 2
         moved = [g_i for slot, g_i in zip(slots, g, strict=True) if slot.group["perturb"]]
-        norm = grad_at.per_split(total_norm)(moved) if moved else None
+        parameters = [slot.parameter for slot in slots if slot.group["perturb"]]
+        norm = grad_at.per_split(total_norm)(moved, parameters=parameters) if moved else None
         step = grad_at.per_split(perturbation)
         perturbed = (
             slot.mean + self._scaled(slot, step(g_i, norm.to(g_i.device), rho=slot.group["rho"]))

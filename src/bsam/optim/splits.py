@@ -137,7 +137,7 @@ class SplittingOptimizer(CheckedOptimizer):
     def _grad_at(self, slots: list[Slot], closure: LossFunction, part: tuple[Any, ...], split: int) -> GradAt:
         """Return the gradients of one sub-batch; `split` is its number among those of this rank in the step."""
         frozen = functools.partial(self._frozen_running_statistics, split)
-        return GradAt(slots, closure, part, frozen, self._per_example)
+        return GradAt(slots, closure, part, frozen, self._per_example, self.module)
 
     def _frozen_running_statistics(self, split: int, pass_index: int) -> list[tuple[nn.Module, str]]:
         """Return owner and name of the running statistics that a pass must not move."""

@@ -105,7 +105,7 @@ def _sgd_reasons(lr: float, momentum: float, weight_decay: float) -> dict[str, s
 
 def _adamw_reasons(lr: float, betas: tuple[float, float], weight_decay: float) -> dict[str, str]:
     return {
-        "lr": f"sqrt({lr} / 0.001), a rule found on small problems: AdamW's default becomes that of bSAM.",
+        "lr": f"({lr} / 0.001)^(1/4), a rule found on small problems: AdamW's default becomes that of bSAM.",
         "betas": f"The first is AdamW's. The second is bSAM's default: AdamW's {betas[1]} is for another average.",
         "weight_decay": "The default, because AdamW decays the weights: how much is usually too little to be a prior."
         if weight_decay

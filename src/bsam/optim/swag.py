@@ -43,6 +43,7 @@ from bsam.modules import named_buffers, named_parameters
 from bsam.optim import options
 from bsam.posterior import LowRankGaussian
 from bsam.posterior.base import check_same_layout, first_few
+from bsam.shards import refuse_sharded
 
 __all__ = ["SWAG", "update"]
 
@@ -83,6 +84,7 @@ class SWAG:
 
     def __init__(self, model: nn.Module, *, rank: int = 20, interval: int = 100) -> None:
         _check_options(rank, interval)
+        refuse_sharded("SWAG", model, "use the posterior of bsam.BSAM or bsam.IVON")
         self.model = model
         self.rank = rank
         self.interval = interval

@@ -23,6 +23,7 @@ from bsam.executor import quiet_vmap
 from bsam.gradients import reached_by, without_autocast
 from bsam.modules import LossFunction, LossModule, keys_of, normalisation_layers
 from bsam.optim.probing import Prober, Slot, Tally
+from bsam.shards import is_sharded_model
 from bsam.torch_private import own_buffers
 
 __all__ = ["GradAtStack", "Parts", "obstacle_to_stacking", "probe_stack", "probe_together", "stack_parts"]
@@ -39,6 +40,8 @@ def obstacle_to_stacking(module: nn.Module, policy: str, parts: Parts) -> str | 
     """Return why these parts cannot be probed together, or None if they can."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return "module= is a DistributedDataParallel, whose hooks run in a loop only"
+    if is_sharded_model(module):
+        return "module= is sharded, and the hooks of fully_shard run in a loop only"
     if len({size for _, size in parts}) > 1:
         return "the sub-batches have different sizes"
     moving = any(layer.training and layer.running_mean is not None for _, layer in normalisation_layers(module))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import statistics
 import warnings
 from collections.abc import Sequence, Sized
@@ -21,6 +20,7 @@ from bsam.optim.base import ProbingOptimizer
 from bsam.optim.diagnosis import Diagnosis
 from bsam.optim.probing import MeanSnapshot, Slot
 from bsam.posterior import DiagonalGaussian
+from bsam.shards import like, part_of, sum_parts
 
 __all__ = ["GaussianOptimizer", "posterior_std"]
 
@@ -48,7 +48,7 @@ class GaussianOptimizer(ProbingOptimizer):
     def _reset(self) -> None:
         super()._reset()
         self._draws = 0  # the number of samples that sampled() has drawn
-        self._means: dict[Tensor, Tensor] | None = None  # the weights, while sampled() holds a sample in the model
+        self._means: dict[Tensor, Slot] | None = None  # hold the weights, while sampled() has a sample in the model
 
     # ------------------------------------------------------------------ the method, given by a subclass
 
@@ -138,6 +138,7 @@ class GaussianOptimizer(ProbingOptimizer):
             slot.parameter.shape,
             device=slot.parameter.device,
             dtype=slot.dtype,
+            part=part_of(slot.parameter),
         )
         return torch.addcmul(slot.mean.to(slot.dtype), e, posterior_std(s, self.effective_num_data))
 
@@ -164,7 +165,10 @@ class GaussianOptimizer(ProbingOptimizer):
             )
         return DiagonalGaussian.from_model(
             model,
-            {s.parameter: posterior_std(self._posterior_precision(s), self.effective_num_data) for s in slots},
+            {
+                s.parameter: like(s.parameter, posterior_std(self._posterior_precision(s), self.effective_num_data))
+                for s in slots
+            },
             prior_precision={s.parameter: float(s.group["prior_precision"]) for s in slots},
         )
 
@@ -209,7 +213,8 @@ class GaussianOptimizer(ProbingOptimizer):
     def _prior_share(self, slots: list[Slot]) -> float:
         """Return the share of prior and damping in the mean precision, apart from its starting value."""
         given = sum(float(self._given_precision(slot.group)) * slot.parameter.numel() for slot in slots)
-        learned = sum(float(self._learned_precision(slot).sum(dtype=torch.float64)) for slot in slots)
+        sums = [self._learned_precision(slot).sum(dtype=torch.float64) for slot in slots]
+        learned = sum(float(each) for each in sum_parts(sums, [slot.parameter for slot in slots]))
         return given / (given + max(learned, 0.0)) if given else 0.0
 
     def _losses(self, loss_fn: LossFunction, batch: Sequence[Any]) -> tuple[float, float]:
@@ -256,19 +261,19 @@ class _Sampled(Restored):
             draw, optimizer._draws = optimizer._draws, optimizer._draws + 1
         self._slots = optimizer._slots()  # hold the weights to restore: the mean, or the outer sample
         if optimizer._means is None:
-            optimizer._means = {slot.parameter: slot.mean for slot in self._slots}
+            optimizer._means = {slot.parameter: slot for slot in self._slots}
             optimizer._away = "inside sampled()"
             self._outermost = True
         with torch.no_grad():
             for slot in self._slots:
-                at_mean = dataclasses.replace(slot, mean=optimizer._means.get(slot.parameter, slot.mean))
+                at_mean = optimizer._means.get(slot.parameter, slot)
                 s = optimizer._posterior_precision(at_mean)
-                slot.parameter.copy_(optimizer._sample(at_mean, s, -1 - draw) if slot.group["sample"] else at_mean.mean)
+                slot.weights.copy_(optimizer._sample(at_mean, s, -1 - draw) if slot.group["sample"] else at_mean.mean)
         torch.clear_autocast_cache()
 
     def _restore(self) -> None:
         with torch.no_grad():
-            MeanSnapshot(self._slots).restore()
+            MeanSnapshot(self._slots, self._optimizer.module).restore()
         torch.clear_autocast_cache()
         if self._outermost:
             self._optimizer._means, self._optimizer._away = None, None

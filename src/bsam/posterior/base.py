@@ -23,6 +23,7 @@ from bsam.files import Settings, naming, read_file, write_file
 from bsam.interrupts import Restored, deferred, interruptible
 from bsam.modules import clean_names, named_buffers, named_parameters, preserved
 from bsam.posterior.base_model import FrozenWeights, Rename, new_names
+from bsam.shards import cut, is_sharded, local, on_first_rank, true_anywhere, write
 
 __all__ = ["Posterior", "read_posterior"]
 
@@ -92,7 +93,8 @@ class Posterior(Protocol):
 
         (A file does not keep the order of the dictionaries.)
         """
-        return sorted(name for name, std in self.std.items() if bool((std > 0).any()))
+        found = true_anywhere([(local(std) > 0).any() for std in self.std.values()], list(self.std.values()))
+        return sorted(name for name, is_sampled in zip(self.std, found, strict=True) if is_sampled)
 
     @property
     def parts(self) -> tuple[Posterior, ...]:
@@ -195,6 +197,9 @@ class Posterior(Protocol):
     def check_fits(self, model: nn.Module) -> None:
         """Raise a ValueError unless `model` has exactly the parameters, and at least the buffers, of the posterior."""
         check_tensors_fit("the posterior", {**self.mean, **self.base}, self.buffers, model)
+        parameters = named_parameters(model)
+        for name, mean in self.mean.items():
+            cut(mean, parameters[name])  # raises if it is sharded otherwise than the parameter
 
     def check_base(self, model: nn.Module) -> None:
         """Raise a ValueError unless the frozen weights of `model` are those that the posterior was trained with.
@@ -213,6 +218,8 @@ class Posterior(Protocol):
     def save(self, path: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Write everything into one safetensors file; a file at `path` is replaced completely or not at all.
 
+        Of a sharded model, all ranks call this, and the first rank writes. It gathers one tensor at a time.
+
         Args:
             path: The file.
             frozen: False leaves out the parameters that training did not change, as `without_frozen` does: the
@@ -224,7 +231,11 @@ class Posterior(Protocol):
             return
         groups, settings = self._contents()
         tensors = {f"{group}/{name}": tensor for group, named in groups.items() for name, tensor in named.items()}
-        write_file(path, tensors, format=_FORMAT, kind=self.kind, settings=settings)
+        write = functools.partial(write_file, path, tensors, format=_FORMAT, kind=self.kind, settings=settings)
+        if any(is_sharded(tensor) for tensor in tensors.values()):
+            on_first_rank(tensors, lambda whole: write(whole=whole))
+        else:
+            write()
 
     @classmethod
     def load(
@@ -273,7 +284,8 @@ def copied(what: str, tensors: Mapping[str, Tensor] | None, others: Iterable[str
 def copied_mean(mean: Mapping[str, Tensor], base: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Return detached copies of a mean, which must be finite; `base` has the names of parameters that are not in it."""
     result = copied("mean", mean, base)
-    bad = [name for name, tensor in result.items() if not tensor.isfinite().all()]
+    found = true_anywhere([~local(tensor).isfinite().all() for tensor in result.values()], list(result.values()))
+    bad = [name for name, is_bad in zip(result, found, strict=True) if is_bad]
     if bad:
         raise ValueError(f"the mean of {first_few(bad)} is not finite everywhere: did training diverge?")
     return result
@@ -388,7 +400,7 @@ def _write(model: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[
     # In place, because optimizers, views and captured graphs keep the addresses.
     for tensors, targets in ((parameters, named_parameters(model)), (buffers, named_buffers(model))):
         for name, tensor in tensors.items():
-            targets[name].copy_(tensor)
+            write(targets[name], tensor)
     torch.clear_autocast_cache()  # a surrounding autocast region would keep using the old weights
 
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from bsam.shards import local, sum_parts, whole_norms
+
 __all__ = ["FrozenWeights", "Rename", "new_names"]
 
 Rename = Callable[[str], str] | Mapping[str, str]
@@ -28,9 +30,11 @@ class FrozenWeights(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
         """Measure a parameter."""
-        numbers = tensor.detach() if tensor.is_floating_point() else tensor.double()
-        norm = torch.linalg.vector_norm(numbers, dtype=torch.float64)
-        return cls(tuple(tensor.shape), float(numbers.sum(dtype=torch.float64)), float(norm))
+        part = local(tensor.detach())
+        numbers = part if part.is_floating_point() else part.double()
+        norms = whole_norms([torch.linalg.vector_norm(numbers, dtype=torch.float64)], [tensor])
+        sums = sum_parts([numbers.sum(dtype=torch.float64)], [tensor])
+        return cls(tuple(tensor.shape), float(sums[0]), float(norms[0]))
 
     @classmethod
     def from_file(cls, name: str, contents: Any) -> Self:

@@ -17,7 +17,7 @@ for Neural Networks", NeurIPS; Blundell et al., 2015, "Weight Uncertainty in Neu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -35,6 +35,7 @@ from bsam.posterior.base import (
     first_few,
 )
 from bsam.posterior.base_model import FrozenWeights
+from bsam.shards import cut, is_sharded, like, local, name_of_world, sum_parts, true_anywhere
 from bsam.torch_private import foreach_add_, foreach_mul_
 
 __all__ = ["DiagonalGaussian"]
@@ -81,10 +82,13 @@ class DiagonalGaussian(Posterior):
         self.std = copied("std", std, base)
         self.buffers = copied("buffers", buffers)
         check_same_layout("std", self.std, self.mean)
+        wrong = []
         for name, mu in self.mean.items():
-            sigma = self.std[name].to(mu.device, torch.float64 if mu.dtype == torch.float64 else torch.float32)
-            self.std[name] = sigma
-            if not bool(((sigma >= 0) & sigma.isfinite()).all()):
+            sigma = cut(self.std[name], mu).to(mu.device, torch.float64 if mu.dtype == torch.float64 else torch.float32)
+            self.std[name] = like(mu, sigma)
+            wrong.append(~((sigma >= 0) & sigma.isfinite()).all())
+        for name, is_wrong in zip(self.mean, true_anywhere(wrong, list(self.mean.values())), strict=True):
+            if is_wrong:
                 raise ValueError(f"the std of {name} must be finite and >= 0 everywhere. Write 0 for a fixed weight.")
         for name in self.sampled_names:
             if not self.mean[name].is_floating_point():
@@ -123,7 +127,10 @@ class DiagonalGaussian(Posterior):
             precision = prior_precision
         return cls(
             parameters,
-            {name: std[p] if p in std else torch.zeros(p.shape, device=p.device) for name, p in parameters.items()},
+            {
+                name: std[p] if p in std else like(p, torch.zeros(local(p).shape, device=p.device))
+                for name, p in parameters.items()
+            },
             buffers=named_buffers(model),
             prior_precision=precision,
         )
@@ -138,49 +145,49 @@ class DiagonalGaussian(Posterior):
         check_generator(generator)
         names, theta = self.sampled_names, {}
         if names:
-            sigma = [self.std[name] for name in names]
-            drawn = [
-                torch.randn(t.shape, generator=generator, device=generator.device, dtype=t.dtype).to(t.device)
-                for t in sigma
-            ]
+            drawn = [_drawn_like(self.std[name], generator) for name in names]
             # All tensors at once, because on a GPU single launches would take longer than the arithmetic.
-            foreach_mul_(drawn, sigma)
-            foreach_add_(drawn, [self.mean[name] for name in names])
+            foreach_mul_(drawn, [local(self.std[name]) for name in names])
+            foreach_add_(drawn, [local(self.mean[name]) for name in names])
             theta = dict(zip(names, drawn, strict=True))
-        return {name: theta[name].to(mean.dtype) if name in theta else mean.clone() for name, mean in self.mean.items()}
+        return {
+            name: like(mean, theta[name].to(mean.dtype)) if name in theta else mean.clone()
+            for name, mean in self.mean.items()
+        }
 
     def log_prob(self, sample: Mapping[str, Tensor]) -> Tensor:
         """Return the log-density of the sampled elements of `sample`; -inf if another element is not at its mean."""
         check_same_layout("a sample", sample, self.mean)
-        total = torch.zeros((), dtype=torch.float64)
+        terms, moved = [], []
         for name, mean in self.mean.items():
-            theta, fixed = sample[name].to(mean.device), self.std[name] == 0
-            if not bool((theta == mean)[fixed].all()):
-                return torch.tensor(-math.inf, dtype=torch.float64)
+            theta, fixed = cut(sample[name], mean).to(mean.device), local(self.std[name]) == 0
+            moved.append((theta != local(mean))[fixed].any())
             mu, sigma = self._sampled_elements(name)
             z = (theta[~fixed].double() - mu) / sigma
-            total += (-0.5 * z.square() - sigma.log() - 0.5 * math.log(2 * math.pi)).sum().cpu()
-        return total
+            terms.append((-0.5 * z.square() - sigma.log() - 0.5 * math.log(2 * math.pi)).sum().cpu())
+        if any(true_anywhere(moved, list(self.mean.values()))):
+            return torch.tensor(-math.inf, dtype=torch.float64)
+        return self._total(list(self.mean), terms)
 
     def entropy(self) -> Tensor:
         """Return the differential entropy of the sampled elements; -inf if there are none, as for a point."""
         if not self.sampled_names:
             return torch.tensor(-math.inf, dtype=torch.float64)
-        total = torch.zeros((), dtype=torch.float64)
+        terms = []
         for name in self.sampled_names:
             _, sigma = self._sampled_elements(name)
-            total += (sigma.log() + 0.5 * math.log(2 * math.pi * math.e)).sum().cpu()
-        return total
+            terms.append((sigma.log() + 0.5 * math.log(2 * math.pi * math.e)).sum().cpu())
+        return self._total(self.sampled_names, terms)
 
     def kl(self) -> Tensor:
         """Return the KL divergence of the sampled elements from the prior N(0, 1 / prior_precision)."""
         check_prior(self.sampled_names, self.prior_precision)
-        total = torch.zeros((), dtype=torch.float64)
+        terms = []
         for name in self.sampled_names:
             (mu, sigma), delta = self._sampled_elements(name), self.prior_precision[name]
             variance = sigma.square()
-            total += 0.5 * (delta * variance + delta * mu.square() - 1 - (delta * variance).log()).sum().cpu()
-        return total
+            terms.append(0.5 * (delta * variance + delta * mu.square() - 1 - (delta * variance).log()).sum().cpu())
+        return self._total(self.sampled_names, terms)
 
     def temper(self, temperature: float) -> Self:
         """Return the posterior with `temperature` times the variance; 0 gives a point, below 1 a cold posterior."""
@@ -210,6 +217,10 @@ class DiagonalGaussian(Posterior):
             raise ValueError(f"by={by!r} must be 'signal_to_noise' or 'magnitude'.")
         if not self.sampled_names:
             raise ValueError("no weight is sampled: there is no signal-to-noise ratio to prune by.")
+        if any(map(is_sharded, self.mean.values())):
+            raise ValueError(
+                "the weights are sharded, and pruning compares all of them: save, load in one process, prune."
+            )
         found = [self._sampled_elements(name) for name in self.sampled_names]
         scores = torch.cat([(mu.abs() / sigma if by == "signal_to_noise" else mu.abs()).cpu() for mu, sigma in found])
         order = scores.argsort(descending=True, stable=True)
@@ -231,9 +242,13 @@ class DiagonalGaussian(Posterior):
         )
 
     def _sampled_elements(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return mean and std of the elements with std > 0, in float64."""
-        std = self.std[name]
-        return self.mean[name][std > 0].double(), std[std > 0].double()
+        """Return mean and std of the elements with std > 0, in float64; of a sharded model, of those on this rank."""
+        std = local(self.std[name])
+        return local(self.mean[name])[std > 0].double(), std[std > 0].double()
+
+    def _total(self, names: Sequence[str], terms: list[Tensor]) -> Tensor:
+        """Sum one term per parameter, over all ranks of a sharded model."""
+        return sum(sum_parts(terms, [self.mean[name] for name in names]), torch.zeros((), dtype=torch.float64))
 
     def _contents(self) -> tuple[dict[str, dict[str, Tensor]], Settings]:
         groups = {"mean": self.mean, "std": self.std, "buffer": self.buffers}
@@ -251,12 +266,21 @@ class DiagonalGaussian(Posterior):
         )
 
     def __repr__(self) -> str:
+        if any(is_sharded(mean) for mean in self.mean.values()):  # one rank alone may print this
+            remark = name_of_world(self.mean.values())
+            return f"DiagonalGaussian({self.num_parameters} parameters in {len(self.mean)} tensors{remark})"
         sigmas = [self._sampled_elements(name)[1] for name in self.sampled_names]
         low, high = (min(float(s.min()) for s in sigmas), max(float(s.max()) for s in sigmas)) if sigmas else (0, 0)
         return (
             f"DiagonalGaussian({self.num_parameters} parameters in {len(self.mean)} tensors, "
             f"{sum(s.numel() for s in sigmas)} sampled, std {low:.3g} to {high:.3g})"
         )
+
+
+def _drawn_like(std: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw standard normal noise for a tensor; of a sharded one, all ranks draw the whole and keep their parts."""
+    noise = torch.randn(std.shape, generator=generator, device=generator.device, dtype=std.dtype)
+    return (cut(noise, std).clone() if is_sharded(std) else noise).to(std.device)
 
 
 def by_name(precision: float | Mapping[str, float] | None, names: Mapping[str, str]) -> dict[str, float]:

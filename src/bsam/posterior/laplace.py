@@ -32,6 +32,7 @@ from bsam.interrupts import deferred, reading
 from bsam.likelihood import LearnedNoise, check_likelihood, check_outputs, hessian_root, negative_log_likelihood
 from bsam.modules import Forward, OutputModel, differentiable, evaluating, floating_type, named_parameters
 from bsam.posterior.diagonal import DiagonalGaussian
+from bsam.shards import refuse_sharded
 
 __all__ = ["laplace"]
 
@@ -78,6 +79,7 @@ def laplace(
         >>> posterior.num_parameters
         8
     """
+    refuse_sharded("laplace", model, "call it before fully_shard, or use the posterior of bsam.BSAM or bsam.IVON")
     noise = model.log_noise_std if isinstance(model, LearnedNoise) else None
     if likelihood == "gaussian" and noise_std is None and isinstance(model, LearnedNoise):
         noise_std = model.noise_std

@@ -23,6 +23,7 @@ from bsam.posterior.base import (
     copied_mean,
 )
 from bsam.posterior.base_model import FrozenWeights
+from bsam.shards import cut, local, name_of_world, true_anywhere
 
 __all__ = ["PointMass"]
 
@@ -72,8 +73,9 @@ class PointMass(Posterior):
     def log_prob(self, sample: Mapping[str, Tensor]) -> Tensor:
         """Return 0 at the mean, -inf elsewhere."""
         check_same_layout("a sample", sample, self.mean)
-        equal = all(bool((sample[name].to(mean.device) == mean).all()) for name, mean in self.mean.items())
-        return torch.tensor(0.0 if equal else -math.inf, dtype=torch.float64)
+        means = list(self.mean.values())
+        differ = [(cut(sample[name], mean).to(mean.device) != local(mean)).any() for name, mean in self.mean.items()]
+        return torch.tensor(-math.inf if any(true_anywhere(differ, means)) else 0.0, dtype=torch.float64)
 
     def entropy(self) -> Tensor:
         """Return minus infinity: the limit of narrower and narrower densities."""
@@ -97,4 +99,5 @@ class PointMass(Posterior):
         return cls(groups.get("mean", {}), buffers=groups.get("buffer", {}), **layout)
 
     def __repr__(self) -> str:
-        return f"PointMass({self.num_parameters} parameters in {len(self.mean)} tensors)"
+        remark = name_of_world(self.mean.values())
+        return f"PointMass({self.num_parameters} parameters in {len(self.mean)} tensors{remark})"

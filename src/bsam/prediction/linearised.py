@@ -27,6 +27,7 @@ from bsam.posterior import DiagonalGaussian
 from bsam.prediction.averages import ClassAverage, one_output, targets_like
 from bsam.prediction.predict import at_mean, check_integer, collect, noise_of, result_of
 from bsam.prediction.results import GaussianPredictions, Predictions
+from bsam.shards import refuse_sharded
 
 __all__ = ["LinearisedOutputs", "check_linearisable", "predict_linearised"]
 
@@ -142,6 +143,7 @@ class LinearisedOutputs:
     """Computes mean and covariance J Sigma J^T of the outputs of a batch, at the posterior's mean (`at_mean`)."""
 
     def __init__(self, net: OutputModel, model: nn.Module, posterior: DiagonalGaussian, vectorise: bool | None) -> None:
+        refuse_sharded("linearising", model, "load the posterior into a model that is not sharded")
         parameters = named_parameters(model)
         self._net = net
         self._weights = [parameters[name] for name in posterior.sampled_names]

@@ -30,6 +30,7 @@ from bsam.modules import (
 )
 from bsam.posterior.base import Posterior
 from bsam.prediction.averages import Average
+from bsam.shards import refuse_sharded
 from bsam.torch_private import foreach_copy_, own_buffers
 
 __all__ = ["Passes", "calibration_batches", "run_together"]
@@ -66,6 +67,12 @@ class Passes:
         compile: bool = False,
         room: int | None = None,
     ) -> None:
+        refuse_sharded(
+            "bsam.predict",
+            model,
+            "save the posterior, posterior.save(path), and load it with bsam.load_posterior(path) in one process, or "
+            "average outputs of `with posterior.sampled(model, generator)` yourself",
+        )
         self._model = OutputModel(model, forward)
         self._posterior, self._seed, self._device = posterior, seed, device
         self._counts = posterior.num_draws(num_samples)  # of the parts of a mixture

@@ -13,6 +13,17 @@ class TestObjectives:
         assert n.expected_loss < n.worst_expected_loss < n.max_loss
         assert abs(n.perturbation) <= n.rho + 1e-12
 
+    def test_the_loss_at_omega_is_far_below_both(self, neighbourhood):
+        """So that the picture shows a sharp minimum, and three heights that one can tell apart."""
+        assert three_minima()(neighbourhood.omega) < neighbourhood.expected_loss - 0.8
+
+    def test_sams_minimiser_is_the_relaxations(self, smoothing):
+        """The star of the picture, with rho = sigma, lies at the lowest point of the relaxation."""
+        lowest = smoothing.omega[smoothing.relaxed.argmin(1)]
+        np.testing.assert_allclose(smoothing.sam_minimisers, lowest, atol=0.06)
+        assert smoothing.sam_minimisers[0] < -3.5  # at A
+        assert abs(smoothing.sam_minimisers[-1]) < 0.1  # at B
+
     def test_the_worst_distribution_has_the_moments(self, neighbourhood):
         n = neighbourhood
         np.testing.assert_allclose(n.weights.sum(), 1)

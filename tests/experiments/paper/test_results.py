@@ -54,6 +54,16 @@ def test_the_samples_of_table_4_are_those_of_one_run():
     assert rows("table4")[0].cells[3].printed == "0.9025 (0.005)"
 
 
+def test_the_improvements_of_table_3_follow_from_its_rows():
+    for table, block in BLOCKS:
+        assert len(block.improvement) == (len(METRICS) if table == "table3" else 0)
+        for printed, before, after in zip(block.improvement, *(row.cells for row in block.rows[:2]), strict=False):
+            difference = abs(after.mean - before.mean)
+            assert abs(float(printed)) == pytest.approx(difference, abs=before.rounding + after.rounding + 1e-9)
+    worse = [printed for _, block in BLOCKS for printed in block.improvement if float(printed) < 0]
+    assert worse == ["-0.0085"]  # the ECE on CIFAR-100
+
+
 def test_every_row_has_a_preset_of_its_method_and_data():
     methods = {"SGD": "sgd", "SAM-SGD": "sam-sgd", "SWAG": "swag", "VOGN": "vogn", "Adam": "adam"}
     methods |= {"SAM-Adam": "sam-adam", "bSAM": "bsam", "bSAM w/o noise": "bsam"}

@@ -1,6 +1,7 @@
 """The UCI study on a small set: settings by validation, metrics in the target's units, and what is kept."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -81,9 +82,12 @@ def test_the_record_and_what_is_kept(tmp_path, monkeypatch):
     write_set(tmp_path, rows=60)
     extent, lines = Extent(steps=5, sets=("yacht",)), []
     places = (tmp_path, tmp_path / "runs", tmp_path / "uci.json")
-    record = carry_out_uci(extent, *places, say=lines.append)
+    monkeypatch.setattr(study, "ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(1))
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # of a process of its own
+    record = carry_out_uci(extent, *places, jobs=2, say=lines.append)
     assert read_json(places[2])["summary"]["yacht"].keys() == METHODS.keys()
-    assert len(lines) == len(METHODS)
+    assert lines[len(METHODS) - 1] == "yacht ensemble is done"  # it waits for Adam's choice
+    assert len(lines) == 2 * len(METHODS)
     assert record["results"]["yacht"]["ensemble"]["choices"] == record["results"]["yacht"]["adam"]["choices"]
     assert study.missing_uci(Extent(steps=6, sets=("yacht",)), *places[:2]) == [("yacht", name) for name in METHODS]
     assert study.missing_uci(extent, *places[:2]) == []

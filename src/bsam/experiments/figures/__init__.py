@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from bsam.experiments.figures import data_sets, duality, logistic, moons, objectives, relaxed
-from bsam.experiments.style import new_figure, save
+from bsam.experiments.style import in_print, new_figure, save
 
 __all__ = ["FIGURES", "Picture", "draw", "picture"]
 
@@ -34,67 +34,73 @@ class Picture:
 FIGURES: dict[str, Picture] = {
     "sam-vs-bayes": Picture(
         "max-loss in a ball, expected loss under a Gaussian (Figure 1a)",
-        (9, 3.3),
+        (4.8, 5.4),
         objectives.compute_neighbourhood,
         objectives.draw_sam_vs_bayes,
     ),
     "worst-case": Picture(
         "what f** is: the worst expected loss for given mean and variance (not in the paper)",
-        (7.5, 3.6),
+        (4.8, 3.9),
         objectives.compute_neighbourhood,
         objectives.draw_worst_case,
     ),
     "smoothing": Picture(
         "loss, expected loss and relaxation for growing variances (Figure 1b)",
-        (10, 3.2),
+        (4.8, 5.6),
         objectives.compute_smoothing,
         objectives.draw_smoothing,
     ),
     "theorem-2": Picture(
         "SAM's minimiser is the relaxation's (the star of Figure 1b)",
-        (9.5, 3.6),
+        (4.8, 6.2),
         objectives.compute_theorem_2,
         objectives.draw_theorem_2,
     ),
     "dual-spaces": Picture(
         "expectation and natural parameters of a Gaussian (Figure 2a)",
-        (9, 3.6),
+        (4.8, 6.6),
         duality.compute_spaces,
         duality.draw_dual_spaces,
     ),
     "biconjugate": Picture(
-        "f and f** over mu and over mean and variance (Figures 2b and 2c)",
-        (10, 4.4),
+        "f and f** over the moments, where f** is convex, and at fixed variance (Figures 2b and 2c)",
+        (4.8, 8.4),
         duality.compute_surfaces,
         duality.draw_biconjugate,
     ),
     "logistic": Picture(
         "predictions of exact Bayes, bSAM, SAM and SAM + Laplace (Figure 3)",
-        (10, 2.9),
+        (4.8, 5.4),
         logistic.compute_logistic,
         logistic.draw_logistic,
     ),
     "logistic-posterior": Picture(
         "their data, posterior and posterior shapes (appendix, logistic regression)",
-        (10, 3.7),
+        (4.8, 6.6),
         logistic.compute_logistic,
         logistic.draw_posterior,
     ),
     "data-sets": Picture(
         "who is over- and underconfident on 200 data sets (not in the paper)",
-        (9, 3.6),
+        (4.8, 6.6),
         data_sets.compute_data_sets,
         data_sets.draw_data_sets,
     ),
+    "certainty": Picture(
+        "predictions of SAM and bSAM on two moons, side by side (not in the paper)",
+        (4.8, 3.5),
+        moons.compute_moons,
+        moons.draw_certainty,
+    ),
     "moons": Picture(
         "predictions of bSAM, SAM and SAM + Laplace on two moons (appendix)",
-        (10, 3.3),
+        (4.8, 5.6),
         moons.compute_moons,
         moons.draw_moons,
     ),
     "relaxed-bayes": Picture(
         "posteriors of Bayes and relaxed Bayes, and the ELBO gap (appendix, f** instead of f)",
-        (10, 4),
+        (4.8, 7.4),
         relaxed.compute_relaxed,
         relaxed.draw_relaxed,
     ),
@@ -111,6 +117,7 @@ def picture(name: str) -> Picture:
 def draw(name: str, path: Path) -> Path:
     """Compute a figure and write it as .png, .svg or .pdf, by the ending of the path."""
     found = picture(name)
-    figure = new_figure(*found.size)
-    found.draw(found.compute(), figure)
-    return save(figure, path)
+    result, figure = found.compute(), new_figure(*found.size)
+    with in_print():
+        found.draw(result, figure)
+        return save(figure, path)

@@ -31,7 +31,7 @@ from bsam.theory.losses import murphy_data
 
 __all__ = ["DataSets", "compute_data_sets", "draw_data_sets", "prior_name"]
 
-TITLES = {"sam": "SAM, point estimate", "bsam": "bSAM", "laplace": "SAM + Laplace"}
+TITLES = {"sam": "SAM", "bsam": "bSAM", "laplace": "SAM + Laplace"}
 
 
 @dataclass(frozen=True)
@@ -118,22 +118,24 @@ def _train_bsam(yx: Tensor, settings: Settings) -> tuple[Array, Array]:
 
 
 def prior_name(prior_precision: float) -> str:
-    """Return N(0, v I), without v if it is 1."""
-    return "N(0, I)" if prior_precision == 1 else f"N(0, {1 / prior_precision:g} I)"
+    """Return the prior's name as a formula, which Matplotlib and LaTeX read alike."""
+    variance = "" if prior_precision == 1 else rf"{1 / prior_precision:g}\,"
+    return rf"$\mathcal{{N}}(0, {variance}I)$"
 
 
 def draw_data_sets(result: DataSets, figure: Figure) -> None:
     """Draw the excess confidence of each method over exact Bayes; markers of separable data sets are filled."""
-    panels = figure.subplots(1, len(result.confidence))
+    panels = figure.subplots(len(result.confidence), 1)
     styles = {"sam": (RED, "^"), "bsam": (BLUE, "o"), "laplace": (GREEN, "v")}
     for axes, (prior_precision, found) in zip(panels, result.confidence.items(), strict=True):
         for method, (colour, marker) in styles.items():
             options: Any = {"s": 16, "marker": marker, "edgecolors": colour, "linewidths": 0.7}
             excess = result.excess(prior_precision, method)
-            for chosen, face, label in ((result.separable, colour, TITLES[method]), (~result.separable, "none", None)):
+            for chosen, face, kind in ((result.separable, colour, ""), (~result.separable, "none", ", not separable")):
+                label = TITLES[method] + (kind or ", separable")
                 axes.scatter(found["exact"][chosen], excess[chosen], facecolors=face, label=label, **options)
         axes.axhline(0, color=BLACK, lw=1)
-        axes.set_title(f"prior {prior_name(prior_precision)}", fontsize=10)
-        axes.set(xlabel="mean confidence of exact Bayes", ylabel="method minus exact Bayes")
-    panels[0].set_ylim(bottom=-0.24)  # room for the legend
-    panels[0].legend(fontsize=8, loc="lower left")
+        axes.set_title(f"prior {prior_name(prior_precision)}")
+        axes.set_ylabel("confidence minus exact Bayes")
+    panels[-1].set_xlabel("mean confidence of exact Bayes")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)

@@ -65,8 +65,8 @@ METHODS = {
     "sam": "SAM, point estimate",
     "laplace": "SAM + Laplace",
     "mean_field": "Bayes, diagonal",
-    "bsam_undamped": "bSAM, gamma = 0",
-    "bsam_sqrt_n": "bSAM with sqrt(N), gamma = 0",
+    "bsam_undamped": r"bSAM, $\gamma = 0$",
+    "bsam_sqrt_n": r"bSAM with $\sqrt{N}$, $\gamma = 0$",
 }
 
 
@@ -110,6 +110,8 @@ class Logistic:
     labels: Array  # -1 or 1
     x: Array  # grid of both features
     maps: dict[str, Array]  # by method: p(y = 1) on the grid, (x_2, x_1)
+    wide_x: Array  # a wider grid of both features, to be drawn
+    wide_maps: dict[str, Array]  # the same predictions on the wider grid
     weights: Array  # grid of both weights
     density: Array  # exact posterior on the grid, (w_2, w_1)
     mode: Array  # the MAP estimate
@@ -156,8 +158,8 @@ def compute_logistic(settings: Settings = Settings()) -> Logistic:  # noqa: B008
     features, labels = murphy_data()
     loss, N = logistic_regression(features, labels), len(labels)
     x, y = torch.from_numpy(features), torch.from_numpy((labels + 1) / 2)
-    grid = np.linspace(-8, 8, settings.map_grid)
-    points = np.stack(np.meshgrid(grid, grid), -1).reshape(-1, 2)
+    grid, wide = (np.linspace(-reach, reach, settings.map_grid) for reach in (8, 24))
+    points, wide_points = (np.stack(np.meshgrid(each, each), -1).reshape(-1, 2) for each in (grid, wide))
     inputs = torch.from_numpy(points)
 
     weights = np.linspace(-5, 50, settings.weight_grid)  # beyond lies 1e-4 of the mass
@@ -200,6 +202,10 @@ def compute_logistic(settings: Settings = Settings()) -> Logistic:  # noqa: B008
     for name in ("mean_field", "bsam_sqrt_n"):
         maps[name] = as_map(predictive(points, gaussians[name]))
 
+    wide_maps = {"exact": as_map(exact_predictive(wide_points, mesh, mass)), "sam": as_map(expit(wide_points @ point))}
+    for name in ("bsam", "laplace"):
+        wide_maps[name] = as_map(predictive(wide_points, gaussians[name]))
+
     def separates(w: Array) -> Array:
         return np.asarray((w @ (labels[:, None] * features).T > 0).all(-1))
 
@@ -213,6 +219,8 @@ def compute_logistic(settings: Settings = Settings()) -> Logistic:  # noqa: B008
         labels=labels,
         x=grid,
         maps=maps,
+        wide_x=wide,
+        wide_maps=wide_maps,
         weights=weights,
         density=mass.reshape(len(weights), -1) / (weights[1] - weights[0]) ** 2,
         mode=_mode(loss, settings.prior_precision),
@@ -358,36 +366,42 @@ def _predicted_variances(
 
 def draw_logistic(result: Logistic, figure: Figure) -> None:
     """Draw Figure 3: predictive probabilities, white where they are 0.5, with lines at 0.1, 0.5 and 0.9."""
-    panels = figure.subplots(1, 4, sharey=True)
-    for axes, method in zip(panels, ("exact", "bsam", "sam", "laplace"), strict=True):
-        image = probability(axes, result.x, result.x, result.maps[method], result.features, result.labels)
-        axes.set_title(f"{METHODS[method]}\nmean confidence {result.confidence(method):.3f}", fontsize=10)
-        axes.set_xlabel("x_1")
-    panels[0].set_ylabel("x_2")
-    figure.colorbar(image, ax=panels, ticks=[0, 0.5, 1], label="p(y = 1)", shrink=0.9)
+    panels = figure.subplots(2, 2, sharex=True, sharey=True)
+    reach = result.x[-1]
+    for axes, method in zip(panels.flat, ("exact", "bsam", "sam", "laplace"), strict=True):
+        x, p = result.wide_x, result.wide_maps[method]
+        image = probability(axes, x, x, p, result.features, result.labels, size=7)
+        axes.plot(reach * np.array([-1, 1, 1, -1, -1]), reach * np.array([-1, -1, 1, 1, -1]), color=GRAY, lw=1, ls=":")
+        axes.set_title(f"{METHODS[method]}\nmean confidence {result.confidence(method):.3f}")
+    for axes in panels[-1]:
+        axes.set_xlabel("$x_1$")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("$x_2$")
+    label = "$p(y = 1)$; confidence is averaged inside the dotted square"
+    figure.colorbar(image, ax=panels, ticks=[0, 0.1, 0.5, 0.9, 1], label=label, location="bottom", aspect=40)
 
 
 def draw_posterior(result: Logistic, figure: Figure) -> None:
     """Draw appendix F.1: data with decision boundaries, the exact posterior, and the Gaussians of the methods."""
-    left, middle, right = figure.subplots(1, 3)
+    grid = figure.add_gridspec(2, 2, height_ratios=[1, 1.35])
+    left, middle, lower = (figure.add_subplot(grid[cell]) for cell in ((0, 0), (0, 1), (1, slice(None))))
     scatter(left, result.features, result.labels)
     reach = np.array([-9.0, 9.0])
     for k, w in enumerate(result.samples):
-        left.plot(reach, -w[0] / w[1] * reach, color=ORANGE, lw=0.9, label="posterior samples" if k == 0 else None)
-    left.plot(reach, -result.mode[0] / result.mode[1] * reach, color=BLACK, lw=2, label="MAP")
-    left.set(xlim=(-8.5, 5), ylim=(-4, 8.5), xlabel="x_1", ylabel="x_2", title="data and decision boundaries")
-    left.legend(fontsize=8, loc="lower left")
+        left.plot(reach, -w[0] / w[1] * reach, color=ORANGE, lw=0.9, label="of samples" if k == 0 else None)
+    left.plot(reach, -result.mode[0] / result.mode[1] * reach, color=BLACK, lw=2, label="of the MAP")
+    left.set(xlim=(-8.5, 5), ylim=(-5, 8.5), xlabel="$x_1$", ylabel="$x_2$", title="data, boundaries")
+    left.legend(loc="lower left")
     filled = middle.contourf(result.weights, result.weights, result.density, levels=10, cmap="Blues")
     filled.set_rasterized(True)
-    middle.plot(*result.mode, "X", color=BLACK, ms=9, label="MAP")
-    middle.plot(result.samples[:, 0], result.samples[:, 1], "^", color=ORANGE, mec=BLACK, mew=0.4, label="samples")
+    middle.plot(*result.mode, "X", color=BLACK, ms=9, label="MAP", ls="")
+    middle.plot(*result.samples.T, "^", color=ORANGE, mec=BLACK, mew=0.4, label="samples")
     middle.set_title("exact posterior")
-    middle.legend(fontsize=8, loc="upper left")
-    _shapes(right, result)
-    for axes in (middle, right):
-        axes.set(xlim=(-2, 28), ylim=(-2, 17), xlabel="w_1", ylabel="w_2")
-    for axes in (left, middle, right):
-        axes.title.set_fontsize(10)
+    middle.legend(loc="upper left")
+    _shapes(lower, result)
+    for axes in (middle, lower):
+        axes.set(xlim=(-2, 28), ylim=(-2, 17), xlabel="$w_1$", ylabel="$w_2$")
+    lower.set(ylim=(-3, 26))
 
 
 def _shapes(axes: Axes, result: Logistic) -> None:
@@ -404,7 +418,18 @@ def _shapes(axes: Axes, result: Logistic) -> None:
         q = result.gaussians[method]
         ellipse(axes, q.mean, q.covariance, ec=colour, ls=style, lw=1.8)
     axes.plot(*result.point, "*", color=BLUE, ms=12, mec=BLACK, mew=0.5)
+    density = Line2D([], [], color=GRAY, lw=0.7, label="exact posterior's density")
     handles = [Line2D([], [], color=c, ls=s, lw=1.8, label=METHODS[m]) for m, (c, s) in styles.items()]
-    star = Line2D([], [], color=BLUE, marker="*", ls="", ms=10, mec=BLACK, mew=0.5, label="SAM")
-    axes.legend(handles=[*handles, star], fontsize=7, loc="upper left")
-    axes.set_title("shapes: 90% of the mass")
+    star = Line2D([], [], color=BLUE, marker="*", ls="", ms=10, mec=BLACK, mew=0.5, label="SAM's point")
+    axes.legend(handles=[density, *handles, star], loc="upper left", ncols=2)
+    mean, width = result.gaussians["bsam"].mean, np.sqrt(result.gaussians["bsam"].variances[0])
+    gamma = result.settings.bsam_damping
+    axes.annotate(
+        "bSAM: the damping sets the width.\n"
+        rf"std. {width:.2f}, and $1 / \sqrt{{N \gamma}}$ = {1 / np.sqrt(len(result.labels) * gamma):.2f}",
+        (float(mean[0]) + 0.9, float(mean[1])),
+        (8.5, -2.2),
+        color=RED,
+        arrowprops={"arrowstyle": "->", "color": RED},
+    )
+    axes.set_title("shapes of the posteriors: 90% of the mass")

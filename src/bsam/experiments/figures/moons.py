@@ -11,31 +11,33 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bsam.experiments.demo import Map, load_demo, moons
+from bsam.experiments.demo import CERTAIN, Map, load_demo, moons
 from bsam.experiments.figures.threads import one_thread
 from bsam.experiments.style import probability
 
-__all__ = ["Moons", "compute_moons", "draw_moons"]
+__all__ = ["Moons", "compute_moons", "draw_certainty", "draw_moons"]
 
 FORGETFUL = "bsam, beta2 = 0.99"
 FORGETFUL_SEEDS = 5
-TITLES = {"bsam": "bSAM", "sam-sgd": "SAM", "laplace": "SAM + Laplace, linearised"}
+TITLES = {"sam-sgd": "SAM", "bsam": "bSAM", "laplace": "SAM + Laplace, linearised"}
 
 
 @dataclass(frozen=True)
 class Moons:
-    """The maps of the three methods, in the paper's order."""
+    """The maps of the three methods."""
 
     maps: dict[str, Map]
     forgetful: tuple[float | None, ...]
     """Training accuracy of `FORGETFUL` per seed; None if the training diverged."""
 
     def certain_far_away(self, method: str) -> float:
-        """Return the share of the map outside the data's bounding box where a class has more than 95%."""
-        return self.maps[method].certain_far_away(0.95)
+        """Return the share of the map outside the data's bounding box where the prediction is certain."""
+        return self.maps[method].certain_far_away()
 
     def accuracy(self, method: str) -> float:
         """Return the share of training points whose class is predicted at the nearest point of the grid."""
@@ -73,14 +75,37 @@ def compute_moons(epochs: int | None = None) -> Moons:
     return Moons({method: maps[method] for method in TITLES}, tuple(accuracies))
 
 
+def draw_certainty(result: Moons, figure: Figure) -> None:
+    """Draw the maps of SAM and bSAM, white where the prediction is 0.5."""
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, method in zip(panels, ("sam-sgd", "bsam"), strict=True):
+        image = _map(axes, result, method)
+        axes.set(xlabel="first feature", xticks=[-2, 0, 2, 4])
+    panels[0].set_ylabel("second feature")
+    figure.colorbar(image, ax=panels, ticks=[0, 0.5, 1], label="probability of class 1", location="bottom", aspect=40)
+
+
 def draw_moons(result: Moons, figure: Figure) -> None:
     """Draw the three maps, white where the prediction is 0.5."""
-    panels = figure.subplots(1, 3, sharey=True)
-    for axes, (method, title) in zip(panels, TITLES.items(), strict=True):
-        found = result.maps[method]
-        x, y, p = (part.double().numpy() for part in (found.x, found.y, found.probability))
-        image = probability(axes, x, y, p, found.points.double().numpy(), found.labels.double().numpy())
-        axes.set_title(f"{title}\ncertain (> 95%) far away: {result.certain_far_away(method):.0%}", fontsize=10)
+    panels = figure.subplots(2, 2, sharex=True, sharey=True)
+    for axes, method in zip(panels.flat, TITLES, strict=False):
+        image = _map(axes, result, method)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("second feature")
+    for axes in (panels[1, 0], panels[0, 1]):
         axes.set_xlabel("first feature")
-    panels[0].set_ylabel("second feature")
-    figure.colorbar(image, ax=panels, ticks=[0, 0.5, 1], label="p(class 1)", shrink=0.9)
+        axes.tick_params(labelbottom=True)
+    key = panels[1, 1]
+    key.axis("off")
+    figure.colorbar(image, ax=key, location="top", ticks=[0, 0.5, 1], label="probability of class 1", fraction=0.9)
+    key.text(
+        0.5, 0.75, "lines at 0.1, 0.5 and 0.9\nmarkers: training data", transform=key.transAxes, ha="center", va="top"
+    )
+
+
+def _map(axes: Axes, result: Moons, method: str) -> Any:
+    found = result.maps[method]
+    x, y, p = (part.double().numpy() for part in (found.x, found.y, found.probability))
+    share = f"more than {CERTAIN:.0%} certain on {result.certain_far_away(method):.0%}\nof the area far from the data"
+    axes.set_title(f"{TITLES[method]}\n{share}")
+    return probability(axes, x, y, p, found.points.double().numpy(), found.labels.double().numpy())

@@ -57,7 +57,7 @@ class Neighbourhood:
 
 
 def compute_neighbourhood(
-    omega: float = -1.6, rho: float = 1.2, sigma: float = 1.0, num_samples: int = 12, seed: int = 0
+    omega: float = -3.7, rho: float = 1.0, sigma: float = 0.8, num_samples: int = 12, seed: int = 0
 ) -> Neighbourhood:
     """Compute the losses of `three_minima` around omega, with a ball and with a Gaussian."""
     loss, theta = three_minima(), np.linspace(-5.6, 5.6, 561)
@@ -85,25 +85,35 @@ def compute_neighbourhood(
 
 
 def draw_sam_vs_bayes(result: Neighbourhood, figure: Figure) -> None:
-    """Draw Figure 1(a): max-loss in a ball on the left, expected loss under a Gaussian on the right."""
+    """Draw Figure 1(a): max-loss in a ball above, expected loss under a Gaussian below."""
     loss = three_minima()
-    left, right = figure.subplots(1, 2, sharey=True)
-    for axes in (left, right):
-        axes.plot(result.theta, result.loss, color=GRAY, lw=2)
-        axes.plot(result.omega, loss(result.omega), "o", color=BLACK, zorder=4)
-        axes.annotate("omega", (result.omega, float(loss(result.omega))), (8, 6), textcoords="offset points")
-        axes.set_xlabel("theta")
-    left.set_ylabel("loss")
-    left.axvspan(result.omega - result.rho, result.omega + result.rho, color=RED, alpha=0.13, lw=0)
-    left.axhline(result.max_loss, color=RED, ls="--", lw=1)
-    left.plot(result.omega + result.perturbation, result.max_loss, "o", color=RED, ms=9, zorder=5)
-    left.set_title(f"SAM: the largest loss within rho = {result.rho:g} is {result.max_loss:.2f}", fontsize=10)
-    _gaussian(right, result)
-    right.axhline(result.expected_loss, color=BLUE, ls="--", lw=1)
-    right.vlines(result.samples, result.expected_loss, loss(result.samples), color=BLUE, lw=0.6, alpha=0.5)
-    right.plot(result.samples, loss(result.samples), "o", color=BLUE, ms=6, alpha=0.9)
-    title = f"Bayes: the mean loss under N(omega, {result.sigma:g}²) is {result.expected_loss:.2f}"
-    right.set_title(title, fontsize=10)
+    upper, lower = figure.subplots(2, 1, sharex=True, sharey=True)
+    here = float(loss(result.omega))
+    for axes in (upper, lower):
+        axes.plot(result.theta, result.loss, color=GRAY, lw=2, label=r"loss $\ell(\theta)$")
+        axes.plot(result.omega, here, "o", color=BLACK, zorder=6, label=rf"loss at $\omega$: {here:.2f}")
+        axes.set(ylabel=r"loss $\ell$", xlim=(-5.6, 5.6), ylim=(-0.5, 7.2))
+        _name_minima(axes, result.theta, result.loss)
+    left, right = result.omega - result.rho, result.omega + result.rho
+    upper.axvspan(left, right, color=RED, alpha=0.13, lw=0)
+    for side in (left, right):
+        upper.annotate("", (side, 5.6), (result.omega, 5.6), arrowprops={"arrowstyle": "->", "color": RED})
+        upper.text((side + result.omega) / 2, 5.7, r"$\rho$", color=RED, ha="center", va="bottom")
+    upper.text(right + 0.12, 5.6, "the ball\n" r"$|\theta - \omega| \leq \rho$", color=RED, va="center")
+    upper.axhline(result.max_loss, color=RED, ls="--", lw=1)
+    label = f"max-loss: {result.max_loss:.2f}"
+    upper.plot(result.omega + result.perturbation, result.max_loss, "o", color=RED, ms=9, zorder=5, label=label)
+    upper.set_title(rf"SAM: the largest loss within $\rho$ = {result.rho:g}")
+    _gaussian(lower, result)
+    lower.text(result.omega + 1.7 * result.sigma, 0.1, r"$\mathcal{N}(\omega, \sigma^2)$", color=BLUE)
+    label = f"expected loss: {result.expected_loss:.2f}"
+    lower.axhline(result.expected_loss, color=BLUE, ls="--", lw=1, label=label)
+    lower.vlines(result.samples, result.expected_loss, loss(result.samples), color=BLUE, lw=0.6, alpha=0.5)
+    lower.plot(result.samples, loss(result.samples), "o", color=BLUE, ms=5, alpha=0.9, label="losses of samples")
+    lower.set_title(rf"Bayes: the mean loss under a Gaussian, $\sigma$ = {result.sigma:g}")
+    lower.set_xlabel(r"$\theta$")
+    for axes in (upper, lower):
+        axes.legend(loc="upper right")
 
 
 def _gaussian(axes: Axes, result: Neighbourhood) -> None:
@@ -114,18 +124,19 @@ def _gaussian(axes: Axes, result: Neighbourhood) -> None:
 def draw_worst_case(result: Neighbourhood, figure: Figure) -> None:
     """Draw f**: the expected loss under the worst distribution with the Gaussian's mean and variance."""
     axes = figure.subplots()
-    axes.plot(result.theta, result.loss, color=GRAY, lw=2, label="loss")
+    axes.plot(result.theta, result.loss, color=GRAY, lw=2, label=r"loss $\ell(\theta)$")
     _gaussian(axes, result)
-    axes.plot(result.theta, result.majorant, color=PURPLE, lw=1.5, label="quadratic above it, of mean -f**")
-    axes.axhline(result.expected_loss, color=BLUE, ls="--", lw=1, label=f"-f: Gaussian, {result.expected_loss:.2f}")
-    axes.axhline(
-        result.worst_expected_loss, color=RED, ls="--", lw=1, label=f"-f**: worst, {result.worst_expected_loss:.2f}"
-    )
+    axes.plot(result.theta, result.majorant, color=PURPLE, lw=1.5, label="quadratic above it, with mean $-f^{**}$")
+    label = f"$-f$: mean under the Gaussian, {result.expected_loss:.2f}"
+    axes.axhline(result.expected_loss, color=BLUE, ls="--", lw=1, label=label)
+    label = f"$-f^{{**}}$: worst mean, {result.worst_expected_loss:.2f}"
+    axes.axhline(result.worst_expected_loss, color=RED, ls="--", lw=1, label=label)
     height = three_minima()(result.atoms)
     axes.vlines(result.atoms, 0, height, color=RED, lw=1.2)
     axes.scatter(result.atoms, height, s=200 * result.weights, color=RED, zorder=5, label="worst distribution's atoms")
-    axes.set(xlabel="theta", ylabel="loss", ylim=(0, 7), xlim=(result.theta[0], result.theta[-1]))
-    axes.legend(loc="upper center", fontsize=8)
+    axes.text(result.omega + 1.4 * result.sigma, 0.2, r"$\mathcal{N}(\omega, \sigma^2)$", color=BLUE)
+    axes.set(xlabel=r"$\theta$", ylabel=r"loss $\ell$", ylim=(0, 10.5), xlim=(result.theta[0], result.theta[-1]))
+    axes.legend(loc="upper right")
 
 
 # -- growing variance --------------------------------------------------------------------------------------------------
@@ -140,6 +151,7 @@ class Smoothing:
     variances: Array  # v
     expected: Array  # -f(omega, v), (variances, grid)
     relaxed: Array  # -f**(omega, v), (variances, grid)
+    sam_minimisers: Array  # per variance: where the max-loss in a ball of radius sqrt(v) is smallest
 
 
 def compute_smoothing(variances: tuple[float, ...] = (0.02, 0.5, 2.0, 4.0), num_points: int = 441) -> Smoothing:
@@ -147,7 +159,8 @@ def compute_smoothing(variances: tuple[float, ...] = (0.02, 0.5, 2.0, 4.0), num_
     loss, omega, v = three_minima(), np.linspace(-5.6, 5.6, num_points), np.array(variances)
     f = expected_negative_loss(loss, omega, v[:, None]).value
     relaxed = biconjugate(loss, omega, v[:, None], tolerance=1e-3).value
-    return Smoothing(omega, loss(omega), v, -f, -relaxed)
+    stars = [omega[max_loss_in_ball(loss, omega, rho).value.argmin()] for rho in np.sqrt(v)]
+    return Smoothing(omega, loss(omega), v, -f, -relaxed, np.array(stars))
 
 
 def count_minima(values: Array, threshold: float = 1e-3) -> int:
@@ -176,21 +189,28 @@ def _name_minima(axes: Axes, theta: Array, curve: Array) -> None:
 
 
 def draw_smoothing(result: Smoothing, figure: Figure) -> None:
-    """Draw Figure 1(b): loss, expected loss and relaxation for growing variances."""
-    panels = figure.subplots(1, len(result.variances), sharey=True)
-    for axes, v, expected, relaxed in zip(panels, result.variances, result.expected, result.relaxed, strict=True):
-        axes.plot(result.omega, result.loss, color=GRAY, lw=1.5, label="loss")
-        axes.plot(result.omega, expected, color=BLUE, lw=2, label="expected loss, -f")
-        axes.plot(result.omega, relaxed, color=RED, lw=2, label="relaxation, -f**")
+    """Draw Figure 1(b): loss, expected loss and relaxation for growing variances, and SAM's minimiser."""
+    rows = -(-len(result.variances) // 2)
+    panels = figure.subplots(rows, 2, sharex=True, sharey=True, squeeze=False)
+    curves = zip(result.variances, result.expected, result.relaxed, result.sam_minimisers, strict=True)
+    for axes, (v, expected, relaxed, star) in zip(panels.flat, curves, strict=False):
+        axes.plot(result.omega, result.loss, color=GRAY, lw=1.5, label=r"loss $\ell$")
+        axes.plot(result.omega, expected, color=BLUE, lw=2, label="expected loss $-f$")
+        axes.plot(result.omega, relaxed, color=RED, lw=2, label="relaxation $-f^{**}$")
         for curve, colour, marker in ((expected, BLUE, "o"), (relaxed, RED, "s")):
             left = minima(result.omega, curve)
-            axes.plot(left, np.interp(left, result.omega, curve), marker, color=colour, ms=5)
+            label = f"minima of ${'-f' if marker == 'o' else '-f^{**}'}$"
+            axes.plot(left, np.interp(left, result.omega, curve), marker, color=colour, ms=5, label=label)
+        height = float(np.interp(star, result.omega, relaxed))
+        label = r"SAM's minimiser, $\rho = \sigma$"
+        axes.plot(star, height, "*", color=RED, ms=13, mec=BLACK, mew=0.8, zorder=6, ls="", label=label)
         _name_minima(axes, result.omega, result.loss)
-        axes.set_title(f"v = sigma² = {v:g}", fontsize=10)
-        axes.set(xlabel="omega", xticks=[-4, -2, 0, 2, 4])
-    panels[0].set_ylabel("loss")
-    panels[0].set_ylim(-0.1, 7)
-    panels[0].legend(loc="upper center", fontsize=8)
+        axes.set_title(rf"$v = \sigma^2 = {v:g}$")
+    for axes in panels[-1]:
+        axes.set(xlabel=r"$\omega$", xticks=[-4, -2, 0, 2, 4])
+    for axes in panels[:, 0]:
+        axes.set(ylabel="loss", ylim=(-0.5, 6.5))
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
 
 
 # -- Theorem 2 ---------------------------------------------------------------------------------------------------------
@@ -310,29 +330,30 @@ def _stationary(loss: Loss, start: float, sigma: float, delta: float) -> float:
 
 def draw_theorem_2(result: TheoremTwo, figure: Figure) -> None:
     """Draw the star of Figure 1(b): SAM and the relaxation have one minimiser; and the rho for which this holds."""
-    left, right = figure.subplots(1, 2, width_ratios=[1.5, 1])
-    left.plot(result.theta, result.regularised, color=GRAY, lw=1.5, label="loss + regulariser")
-    left.plot(result.theta, result.bayes, color=BLUE, lw=1.8, label=f"E_Bayes, sigma² = {result.sigma**2:.2f}")
-    left.plot(result.theta, result.sam, color=RED, lw=2, label=f"E_SAM, rho = {result.rho:g}")
-    left.plot(
-        result.theta, result.relaxed, color=GREEN, lw=2, ls="--", label=f"E_relaxed, sigma² = {result.sigma**2:.2f}"
-    )
-    for curve, place, colour in (
-        (result.sam, result.sam_minimiser, RED),
-        (result.relaxed, result.relaxed_minimiser, GREEN),
+    upper, lower = figure.subplots(2, 1, height_ratios=[1.3, 1])
+    sam, relaxed = r"$\mathcal{E}_\mathrm{SAM}$", r"$\mathcal{E}_\mathrm{relaxed}$"
+    squared = rf"$\sigma^2$ = {result.sigma**2:.2f}"
+    upper.plot(result.theta, result.regularised, color=GRAY, lw=1.5, label="loss and regulariser")
+    upper.plot(result.theta, result.bayes, color=BLUE, lw=1.8, label=rf"$\mathcal{{E}}_\mathrm{{Bayes}}$, {squared}")
+    upper.plot(result.theta, result.sam, color=RED, lw=2, label=rf"{sam}, $\rho$ = {result.rho:g}")
+    upper.plot(result.theta, result.relaxed, color=GREEN, lw=2, ls="--", label=f"{relaxed}, {squared}")
+    for curve, place, colour, name in (
+        (result.sam, result.sam_minimiser, RED, sam),
+        (result.relaxed, result.relaxed_minimiser, GREEN, relaxed),
     ):
         height = float(np.interp(place, result.theta, curve))
-        left.plot(place, height, "*", color=colour, ms=12, mec=BLACK, mew=0.7, zorder=5)
-    left.axvline(result.sam_minimiser, color=BLACK, lw=0.7, ls=":")
-    _name_minima(left, result.theta, result.regularised)
-    left.set(xlabel="theta, or mean m", ylabel="objective", ylim=(0.2, 8), xlim=(-5.6, 4.3))
-    left.legend(loc="upper left", fontsize=8)
-    right.plot(result.radii, result.sam_minimisers, color=RED, lw=2.5, label="minimiser of E_SAM")
-    right.plot(
-        result.radii, result.relaxed_minimisers, color=GREEN, lw=2, ls="--", label="of E_relaxed, Theorem 2's sigma"
-    )
+        style = {"marker": "*", "ms": 12, "mec": BLACK, "mew": 0.7, "zorder": 5, "ls": ""}
+        upper.plot(place, height, color=colour, label=f"minimum of {name}", **style)
+    upper.axvline(result.sam_minimiser, color=BLACK, lw=0.7, ls=":")
+    _name_minima(upper, result.theta, result.regularised)
+    upper.set(xlabel=r"$\theta$, or the mean $m$", ylabel="objective", ylim=(0, 12.5), xlim=(-5.6, 4.3))
+    upper.legend(loc="upper left", ncols=2, columnspacing=1)
+    lower.plot(result.radii, result.sam_minimisers, color=RED, lw=2.5, label=f"minimiser of {sam}")
+    label = rf"of {relaxed}, with Theorem 2's $\sigma$"
+    lower.plot(result.radii, result.relaxed_minimisers, color=GREEN, lw=2, ls="--", label=label)
     if result.is_kink.any():
         first = result.radii[result.is_kink].min()
-        right.axvspan(first, result.radii[-1], color=GRAY, alpha=0.25, lw=0, label="two worst eps: a kink")
-    right.set(xlabel="rho", ylabel="minimiser near B")
-    right.legend(fontsize=8)
+        label = r"two worst $\epsilon$: a kink"
+        lower.axvspan(first, result.radii[-1], color=GRAY, alpha=0.25, lw=0, label=label)
+    lower.set(xlabel=r"$\rho$", ylabel="minimiser near B")
+    lower.legend()

@@ -17,7 +17,7 @@ from bsam.theory.relaxed_bayes import Trace, bayesian_learning_rule, biconjugate
 
 __all__ = ["Relaxed", "compute_relaxed", "draw_relaxed"]
 
-TITLES = {"bayes": "Bayes, f", "relaxed": "relaxed Bayes, f** to 1e-5", "sampled": "f** by sampled tangents"}
+TITLES = {"bayes": "Bayes, $f$", "relaxed": "relaxed Bayes, $f^{**}$", "sampled": "$f^{**}$ by sampled tangents"}
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def compute_relaxed(num_steps: int = 120, num_tangents: int = 64, learning_rate:
 
 
 def draw_relaxed(result: Relaxed, figure: Figure) -> None:
-    """Draw the posteriors on the left, and the gap of the relaxation per iteration on the right."""
-    left, right = figure.subplots(1, 2)
+    """Draw the posteriors, and below them the gap of the relaxation per iteration."""
+    left, right = figure.subplots(2, 1)
     left.contour(
         result.weights, result.weights, result.density, levels=[0.1, 0.3, 0.5, 0.7, 0.9], colors=GRAY, linewidths=0.7
     )
@@ -79,10 +79,10 @@ def draw_relaxed(result: Relaxed, figure: Figure) -> None:
     )
     exact = Line2D([], [], color=GRAY, lw=0.7, label="exact posterior")
     handles = [Line2D([], [], color=c, ls=s, lw=2, label=TITLES[name]) for name, (c, s) in styles.items()]
-    left.legend(handles=[exact, *handles], fontsize=8, loc="upper left")
-    left.set(xlim=(0, 4), ylim=(-0.4, 3.9), xlabel="w_1", ylabel="w_2")
-    left.set_title("posteriors: 90% of the mass", fontsize=10)
+    left.legend(handles=[exact, *handles], loc="upper left")
+    left.set(xlim=(0, 4), ylim=(-0.4, 3.9), xlabel="$w_1$", ylabel="$w_2$")
+    left.set_title("posteriors: 90% of the mass")
     right.axhline(0, color=GRAY, lw=0.7)
-    right.set(xlabel="iteration", ylabel="f - f**, in nats", ylim=(-0.3, 6.5))
-    right.set_title("ELBO gap of the relaxation", fontsize=10)
-    right.legend(fontsize=8, loc="upper right")
+    right.set(xlabel="iteration", ylabel="$f - f^{**}$, in nats", ylim=(-0.3, 6.5))
+    right.set_title("gap of the relaxation")
+    right.legend(loc="upper right")

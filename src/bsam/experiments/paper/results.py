@@ -62,6 +62,8 @@ class PaperBlock:
     name: str
     title: str
     rows: tuple[PaperRow, ...]
+    improvement: tuple[str, ...] = ()
+    """How much better the second row is than the first, as printed, in the order of `METRICS`; only in table 3."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,14 @@ def paper_tables() -> dict[str, PaperTable]:
         name: PaperTable(
             name,
             table["title"],
-            tuple(PaperBlock(b["name"], b["title"], tuple(_row(*row) for row in b["rows"])) for b in table["blocks"]),
+            tuple(_block(**block) for block in table["blocks"]),
         )
         for name, table in content.items()
     }
+
+
+def _block(name: str, title: str, rows: list[list[Any]], improvement: list[str] | None = None) -> PaperBlock:
+    return PaperBlock(name, title, tuple(_row(*row) for row in rows), tuple(improvement or ()))
 
 
 def _row(label: str, preset: str, *rest: Any) -> PaperRow:

@@ -14,9 +14,11 @@ of the training targets, the log-likelihood is that of the standardised target m
 from __future__ import annotations
 
 import math
+import multiprocessing
 import statistics
 import time
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -229,20 +231,25 @@ def run_method(name: str, data: RegressionSet, steps: int, choices: list[Setting
 # ------------------------------------------------------------------ all of it
 
 
-def carry_out_uci(extent: Extent, data_folder: Path, runs: Path, out: Path, say: Any = print) -> dict[str, Any]:
-    """Run what is missing, one set and method after the other, and write the record.
+def carry_out_uci(
+    extent: Extent, data_folder: Path, runs: Path, out: Path, *, jobs: int = 1, say: Any = print
+) -> dict[str, Any]:
+    """Run what is missing, and write the record.
 
     Args:
         extent: How much is run.
         data_folder: The folder with `uci`.
         runs: Where each finished set and method is kept, so that the same command goes on after an interrupt.
         out: The record.
+        jobs: Number of processes, each for one set and method at a time.
         say: Prints a line.
     """
     unknown = [name for name in extent.methods if name not in METHODS]
     if unknown:
         raise ValueError(f"there is no method {unknown[0]!r}. There are: {', '.join(METHODS)}.")
     runs.mkdir(parents=True, exist_ok=True)
+    if jobs > 1:
+        _run_in_processes(extent, data_folder, runs, jobs, say)
     found: dict[str, dict[str, Any]] = {}
     about: dict[str, Any] = {}
     for name in extent.sets:
@@ -295,6 +302,24 @@ def missing_uci(extent: Extent, data_folder: Path, runs: Path) -> list[tuple[str
         data, steps = extent.of_set(read_uci(name, data_folder))
         found += [(name, method) for method in extent.methods if not _place(method, data, steps, runs).exists()]
     return found
+
+
+def _run_in_processes(extent: Extent, data_folder: Path, runs: Path, jobs: int, say: Any) -> None:
+    """Run what is missing: first the methods that choose their settings, then those that take over a choice."""
+    missing = missing_uci(extent, data_folder, runs)
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for later in (False, True):
+            own = [(name, method) for name, method in missing if (METHODS[method].chosen_by is not None) == later]
+            tasks = {pool.submit(_work, extent, data_folder, runs, *each): each for each in own}
+            for task in as_completed(tasks):
+                task.result()
+                say(f"{' '.join(tasks[task])} is done")
+
+
+def _work(extent: Extent, data_folder: Path, runs: Path, name: str, method: str) -> None:
+    torch.set_num_threads(1)
+    data, steps = extent.of_set(read_uci(name, data_folder))
+    _kept(method, data, steps, runs)
 
 
 def _place(name: str, data: RegressionSet, steps: int, runs: Path) -> Path:

@@ -29,7 +29,14 @@ from bsam.experiments.recorded_runs import recorded
 from bsam.experiments.report.diagrams import draw_curves, draw_reliability
 from bsam.experiments.report.overview import draw_panels
 from bsam.experiments.report.page import write_page
-from bsam.experiments.reproduce.show import scale_note, scale_notes, settings_notes, tuning_rows, tuning_sentence
+from bsam.experiments.reproduce.show import (
+    improvement_lines,
+    scale_note,
+    scale_notes,
+    settings_notes,
+    tuning_rows,
+    tuning_sentence,
+)
 from bsam.experiments.reproduce.studies import ABLATIONS, Study, collect, sweep_rho
 
 __all__ = ["write_paper_page"]
@@ -153,7 +160,7 @@ def _table(comparison: Comparison, records: Path) -> dict[str, Any]:
                 "title": block.title,
                 "notes": scale_notes(block),
                 "settings": settings_notes(block),
-                "rows": [_line(row) for row in block.rows],
+                "rows": [*(_line(row) for row in block.rows), *_improvement(block)],
                 "diagrams": list(_diagrams(comparison.table, block, records)),
             }
             for block in comparison.blocks
@@ -178,6 +185,13 @@ def _line(row: Row) -> _Line:
 
 def _is_bsam(row: Row) -> bool:
     return row.label == METHODS["bsam"].title
+
+
+def _improvement(block: Block) -> Iterator[_Line]:
+    """Yield the line of the improvement, if the paper prints it and we have it."""
+    if any(each.ours for each in block.improvement):
+        cells = [_Number(None, *improvement_lines(each)) for each in block.improvement]
+        yield _Line("improvement", cells)
 
 
 def _printed(cell: Cell) -> str:

@@ -109,7 +109,7 @@ def _reproduce_uci(
         typer.echo(f"{len(missing)} of {len(extent.sets) * len(extent.methods)} sets and methods are to be run.")
         return
     out = (options.records or Path("results")) / "uci.json" if full else runs / "part.json"
-    carry_out_uci(extent, data_folder(options.data), runs, out, say=typer.echo)
+    carry_out_uci(extent, data_folder(options.data), runs, out, jobs=options.jobs or 1, say=typer.echo)
     typer.echo(f"Record: {out}")
 
 

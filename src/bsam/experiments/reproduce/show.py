@@ -8,8 +8,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from bsam.experiments.comparison import Block, Cell, Comparison, Mark
-from bsam.experiments.metric_columns import TITLES, mean_and_sd, number, signed, values_of
+from bsam.experiments.comparison import Block, Cell, Comparison, Improvement, Mark
+from bsam.experiments.metric_columns import DECIMALS, TITLES, mean_and_sd, number, signed, values_of
 from bsam.experiments.paper.beyond import settings_line
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "block_table",
     "cell_lines",
     "counts_sentence",
+    "improvement_lines",
     "point_rows",
     "scale_note",
     "scale_notes",
@@ -31,6 +32,10 @@ BEST_NOTE = "Bold: the best, or not significantly worse (Welch, 5%). Rows with f
 _ENSEMBLE_NOTE = (
     "Rows with “×” are ensembles: averages of the predictions of that many runs, and of the samples of each run. An "
     "ensemble has one number without a standard deviation, and is never bold."
+)
+_IMPROVEMENT_NOTE = (
+    "Improvement: how much better the second row is than the first, ± half of Welch's 90% interval; below it, the "
+    "paper's. A negative number is worse."
 )
 _NOTES = {
     "full": "",
@@ -53,6 +58,7 @@ def settings_notes(block: Block) -> list[str]:
     """Describe the settings of our rows, except at the tiny scale, where the settings are others."""
     lines = [settings_line(row.preset) for row in block.rows if row.ours and row.preset and row.scale != "tiny"]
     lines += [_ENSEMBLE_NOTE for row in block.rows if row.members > 1]
+    lines += [_IMPROVEMENT_NOTE] * bool(block.improvement)
     return list(dict.fromkeys(lines))  # several rows may have the same text
 
 
@@ -69,6 +75,15 @@ def cell_lines(cell: Cell) -> tuple[str, str, str]:
     if cell.published is None:  # a row of ours
         return number(cell.metric, cell.mean, cell.sd), "—", ""
     return number(cell.metric, cell.mean, cell.sd), cell.published.printed, f"{difference}{cell.mark}"
+
+
+def improvement_lines(improvement: Improvement) -> tuple[str, str]:
+    """Return our improvement with its interval, and the paper's."""
+    if improvement.ours is None:
+        return "-", improvement.printed
+    low, high = improvement.ours.interval()
+    value, decimals = signed(improvement.metric, improvement.ours.value), DECIMALS[improvement.metric]
+    return f"{value} ± {(high - low) / 2:.{decimals}f}", improvement.printed
 
 
 def block_table(comparison: Comparison, block: Block) -> Table:
@@ -89,6 +104,10 @@ def block_table(comparison: Comparison, block: Block) -> Table:
         table.add_row(row.label, *bold)
         table.add_row("[dim]paper[/dim]", *paper)
         table.add_row(f"[dim]{row.seeds} × {row.epochs} epochs[/dim]" if row.seeds else "", *verdicts, end_section=True)
+    if block.improvement:
+        ours, paper = zip(*(improvement_lines(each) for each in block.improvement), strict=True)
+        table.add_row("improvement", *ours)
+        table.add_row("[dim]paper[/dim]", *paper)
     return table
 
 

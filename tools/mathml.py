@@ -1,0 +1,69 @@
+r"""Formulas of the documentation as MathML, written when the site is built: a hook of MkDocs.
+
+The pages have LaTeX in `$...$` and in fences of the language `math`, as GitHub reads them. pymdownx.arithmatex finds
+the formulas, and pandoc turns them into MathML, which browsers draw themselves. A reader needs neither scripts nor a
+network. `\tag{...}` is the number of an equation.
+"""
+
+from __future__ import annotations
+
+import re
+from html import escape, unescape
+from typing import Any
+
+import pypandoc  # type: ignore[import-untyped]
+
+__all__ = ["mathml", "on_page_content"]
+
+_FOUND = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+_MATH = re.compile(r"<math.*?</math>", re.DOTALL)
+_TAG = re.compile(r"\\tag\{([^{}]*)\}")
+_PRIMED = re.compile(r"<msup>(<mi[^>]*>[^<]*</mi>|<mrow>(?:(?!<m?row>).)*?</mrow>)<mo>(′+|″)</mo></msup>")
+
+
+def mathml(formulas: list[str]) -> list[str]:
+    """Convert LaTeX formulas, by one call of pandoc.
+
+    Args:
+        formulas: Each with its delimiters, `$...$` or `$$...$$`.
+    """
+    found = pypandoc.convert_text("\n\n".join(formulas), "html", format="markdown", extra_args=["--mathml"])
+    converted = [_polish(each) for each in _MATH.findall(found)]
+    if len(converted) != len(formulas):
+        bad = [each for each in formulas if len(formulas) == 1 or not _is_converted(each)]
+        raise ValueError(f"pandoc cannot read {', '.join(bad)}: write the formula with commands that it knows.")
+    return converted
+
+
+def _is_converted(formula: str) -> bool:
+    try:
+        return bool(mathml([formula]))
+    except ValueError:
+        return False
+
+
+def _polish(math: str) -> str:
+    """Put primes on the base line, as fonts have them raised, and keep the bars of a norm as high as its content."""
+    math = _PRIMED.sub(r'<mrow>\1<mo lspace="0" rspace="0">\2</mo></mrow>', math)
+    return re.sub(r'<mo stretchy="true" form="(\w+)">([‖|])', r'<mo stretchy="false" form="\1">\2', math)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Replace the formulas of a page."""
+    formulas = []
+    for element, tex in _FOUND.findall(html):
+        around = "$$" if element == "div" else "$"
+        formulas.append(around + " ".join(_TAG.sub("", unescape(tex)).split()) + around)
+    if not formulas:
+        return html
+    converted = iter(mathml(formulas))
+
+    def replace(match: re.Match[str]) -> str:
+        element, tex = match.groups()
+        if element == "span":
+            return next(converted)
+        number = _TAG.search(tex)
+        shown = f'<span class="number">({escape(number.group(1))})</span>' if number else ""
+        return f'<div class="equation"><div class="scroll" tabindex="0">{next(converted)}</div>{shown}</div>'
+
+    return _FOUND.sub(replace, html)
