@@ -96,6 +96,7 @@ MIRRORED_ELSEWHERE = {
     "bsam/experiments/metric_columns.py": "experiments/test_comparison.py",
     "bsam/experiments/models/layers.py": "experiments/models/test_init.py",
     "bsam/experiments/models/lenet5.py": "experiments/models/test_init.py",
+    "bsam/experiments/report/demo_doubt.py": "experiments/report/test_demo_page.py",
     "bsam/experiments/report/diagrams.py": "experiments/report/test_paper_page.py",
     "bsam/experiments/report/gallery.py": "experiments/report/test_paper_page.py",
     "bsam/experiments/report/page.py": "experiments/report/test_demo_page.py",

@@ -61,10 +61,13 @@ def test_a_second_run_writes_the_same_bytes(neighbourhood, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("name", figures.FIGURES)
 def test_the_page_shows_it(name):
-    image = ROOT / "docs" / "images" / "theory" / f"{name}.svg"
-    assert 5000 < image.stat().st_size < 250_000
-    page = ROOT / ("README.md" if name == "certainty" else "docs/theory.md")
-    assert f"images/theory/{name}.svg)" in page.read_text()
+    method = name.removeprefix("method-")
+    image, page = f"images/theory/{name}.svg", "README.md" if name == "certainty" else "docs/theory.md"
+    if method != name:
+        image, page = f"images/methods/{method}.svg", f"docs/methods/{method}.md"
+    assert 5000 < (ROOT / "docs" / image).stat().st_size < 250_000
+    for each in (page, "docs/gallery.md"):
+        assert f"{image})" in (ROOT / each).read_text()
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)
