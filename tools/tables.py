@@ -19,11 +19,7 @@ from typing import Any
 from bsam.experiments.comparison import TABLES, compare
 from bsam.experiments.record import read_json
 from bsam.files import write_text
-<<<<<<< HEAD
-from tools import out_of_the_box, scale, shards, speeds, trainers, uci, variances
-=======
 from tools import doubt, out_of_the_box, scale, shards, speeds, trainers, uci, variances
->>>>>>> main
 from tools.markdown import (
     block_markdown,
     comparison_markdown,
