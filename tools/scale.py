@@ -8,7 +8,7 @@ __all__ = ["computed_markdown", "measured_markdown", "memory_markdown"]
 
 _TITLES = {"adamw": "AdamW", "sam": "SAM-SGD, momentum", "bsam": "bSAM"}
 _PARAMETERS = {"7 billion": 7e9, "70 billion": 70e9}
-_DEVICES = (8, 64, 512)
+_DEVICES = (8, 64)
 
 
 def measured_markdown(record: dict[str, Any]) -> str:
