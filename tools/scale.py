@@ -8,7 +8,7 @@ __all__ = ["computed_markdown", "measured_markdown", "memory_markdown"]
 
 _TITLES = {"adamw": "AdamW", "sam": "SAM-SGD, momentum", "bsam": "bSAM"}
 _PARAMETERS = {"7 billion": 7e9, "70 billion": 70e9}
-_DEVICES = (8, 64, 512)
+_DEVICES = (8, 64)
 
 
 def measured_markdown(record: dict[str, Any]) -> str:
@@ -29,13 +29,13 @@ def computed_markdown(record: dict[str, Any]) -> str:
     """Write bytes and seconds per step on large clusters."""
     ranks = sorted({row["ranks"] for row in record["computed"]})
     heads = " | ".join(_ranks(count) for count in ranks)
-    lines = [f"| model, and batch of a rank | | computation | {heads} |", "|---" * (len(ranks) + 3) + "|"]
+    lines = [f"| | computation | {heads} |", "|---" * (len(ranks) + 2) + "|"]
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in record["computed"]:
         found.setdefault((row["job"], row["way"]), []).append(row)
     for (job, way), rows in found.items():
         cells = [f"{_gigabytes(row['bytes'])}<br>{_seconds(row['communication_seconds'])}" for row in rows]
-        lines.append(f"| {job} | {way} | {_seconds(rows[0]['computation_seconds'])} | {' | '.join(cells)} |")
+        lines.append(f"| {job}<br>{way} | {_seconds(rows[0]['computation_seconds'])} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
