@@ -169,7 +169,7 @@ def measure(
         "held": None if held is None else held / shard,
         "peak": None if peak is None else peak / shard,
     }
-    del model, step
+    del model, step, block  # a block of a sharded model refers to the whole model
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

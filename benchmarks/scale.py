@@ -82,8 +82,8 @@ def make_model() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def make_step(way: str) -> tuple[nn.Module, Callable[[], Any]]:
-    """The model, and a function that takes a step."""
+def make_step(way: str) -> Callable[[], Any]:
+    """A function that takes a step of a new model."""
     kind, _, method = way.partition("-")
     model = make_model()
     group = dist.group.WORLD if kind == "splits" else None
@@ -108,14 +108,14 @@ def make_step(way: str) -> tuple[nn.Module, Callable[[], Any]]:
             loss_fn(x, y).backward()
             adamw.step()
 
-        return model, step
+        return step
     if method == "sam":
         optimizer: Any = bsam.SAM(
             model.parameters(), torch.optim.SGD, rho=0.05, lr=1e-3, module=called, process_group=group
         )
     else:
         optimizer = bsam.BSAM(model.parameters(), lr=1e-3, num_data=1000, module=called, process_group=group)
-    return model, lambda: optimizer.step(loss_fn, x, y)
+    return lambda: optimizer.step(loss_fn, x, y)
 
 
 def written() -> int:
@@ -123,45 +123,47 @@ def written() -> int:
     return int(next(line for line in Path("/proc/self/io").read_text().splitlines() if "wchar" in line).split()[1])
 
 
-def run_rank(rank: int, ranks: int, port: int, way: str, answers: Any) -> None:
+def run_rank(rank: int, ranks: int, port: int, answers: Any) -> None:
+    """Put the bytes per step of all ways, in their order."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    _, step = make_step(way)
-    for _ in range(2):  # the first step also broadcasts the weights
-        step()
-    dist.barrier()
-    before = written()
-    for _ in range(STEPS):
-        step()
-    sent = written() - before
-    dist.barrier()
-    if rank == 0:
-        answers.put(sent / STEPS)
+    for way in WAYS:
+        step = make_step(way)
+        for _ in range(2):  # the first step also broadcasts the weights
+            step()
+        dist.barrier()
+        before = written()
+        for _ in range(STEPS):
+            step()
+        sent = written() - before
+        dist.barrier()
+        if rank == 0:
+            answers.put(sent / STEPS)
     dist.destroy_process_group()
 
 
-def measure_sent(way: str, ranks: int) -> float:
-    """The bytes that rank 0 writes per step."""
+def measure_sent(ranks: int) -> dict[str, float]:
+    """The bytes that rank 0 writes per step, by way."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    answers = multiprocessing.get_context("spawn").Queue()
-    multiprocessing.spawn(run_rank, (ranks, port, way, answers), nprocs=ranks)
-    return float(answers.get())
+    answers = multiprocessing.get_context("spawn").SimpleQueue()
+    multiprocessing.spawn(run_rank, (ranks, port, answers), nprocs=ranks)
+    return {way: answers.get() for way in WAYS}
 
 
 def run_memory(method: str, answers: Any) -> None:
     """Put the peak of memory, in copies of the weights; a step's batch is one example."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    model = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(100)))
+    model = nn.ModuleList(nn.Linear(1000, 1000, bias=False) for _ in range(100))
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
     x, y = torch.randn(1, 1000), torch.zeros(1, dtype=torch.long)
 
     def loss_fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(x), y)
+        return F.cross_entropy(sum(layer(x) for layer in model), y)
 
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     before = pages * resource.getpagesize()
@@ -272,10 +274,10 @@ def main() -> None:
     arguments = parser.parse_args()
     parameters = sum(parameter.numel() for parameter in make_model().parameters())
     measured = []
-    for name, way in WAYS.items():
-        for ranks in RANKS:
-            row = {"way": way.title, "ranks": ranks, "bytes": measure_sent(name, ranks)}
-            measured.append({**row, "least": way.sent(ranks, parameters)})
+    for ranks in RANKS:
+        for name, sent in measure_sent(ranks).items():
+            row = {"way": WAYS[name].title, "ranks": ranks, "bytes": sent}
+            measured.append({**row, "least": WAYS[name].sent(ranks, parameters)})
             print("{way:22} {ranks} ranks {bytes:12,.0f} bytes, at least {least:12,.0f}".format(**measured[-1]))
     memory = {name: measure_memory(name) for name in ("adamw", "sam", "bsam")}
     print("peak in copies of the weights:", ", ".join(f"{name} {copies:.2f}" for name, copies in memory.items()))

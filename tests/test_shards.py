@@ -277,8 +277,8 @@ def test_one_rank_on_a_gpu_trains_as_a_model_that_is_not_sharded(tmp_path, kind,
     """With the weights on the CPU their noise is the CPU's: this must run, and agrees for methods without noise."""
     dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
-        mesh = dist.init_device_mesh("cuda", (1,))
         plain = sharded.transformer(torch.float32).cuda()
+        mesh = dist.init_device_mesh("cuda", (1,))  # it warns if CUDA is not in use yet
         options = {"offload_policy": sharded.CPUOffloadPolicy()} if offload else {}
         model = sharded.shard(sharded.transformer(torch.float32).cuda(), mesh, **options)
         for each in (plain, model):

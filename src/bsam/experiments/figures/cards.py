@@ -25,7 +25,7 @@ from bsam.theory.losses import logistic_regression, separable_data
 
 __all__ = ["CARDS", "Card", "compute_card", "draw_card"]
 
-_STEPS, _BATCH, _PRIOR = 600, 10, 1.0
+_BATCH, _PRIOR = 10, 1.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ CARDS: dict[str, tuple[str, Callable[[nn.Linear, int], Any] | None]] = {
 
 
 @one_thread()
-def compute_card(method: str) -> Card:
+def compute_card(method: str, num_steps: int = 600) -> Card:
     """Train one method."""
     features, labels = separable_data()
     num_data = len(labels)
@@ -100,15 +100,15 @@ def compute_card(method: str) -> Card:
 
     generator = torch.Generator().manual_seed(0)
     path = [np.zeros(2)]
-    for step in range(_STEPS):
+    for step in range(num_steps):
         part = torch.randint(num_data, (_BATCH,), generator=generator)
         if make:
             optimizer.step(loss_fn, x[part], y[part])
         else:
             optimizer.zero_grad()
-            loss_fn(x[part], y[part]).backward()
+            loss_fn(x[part], y[part]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-        if swag is not None and step >= _STEPS // 2:
+        if swag is not None and step >= num_steps // 2:
             swag.step()
         path.append(model.weight.detach().numpy().ravel().copy())
     if swag is not None:
