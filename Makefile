@@ -59,7 +59,7 @@ types: $(VENV)/.installed
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed  ## build the documentation into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 tables: $(VENV)/.installed  ## write the tables of README and docs anew from results/
 	$(BIN)/python -m tools.tables

@@ -156,10 +156,9 @@ def find_flips(arguments: argparse.Namespace) -> dict[str, Any]:
 # The figures
 
 
-def draw(results: Path, folder: Path) -> None:
-    """Draw both records."""
+def draw_pruning(record: dict[str, Any], path: Path) -> None:
+    """Draw accuracy and NLL against the share of weights that is kept."""
     figure = new_figure(9, 3.6)
-    record = read_json(results / "pruning.json")
     styles = {"signal_to_noise": (BLUE, "o", "signal-to-noise"), "magnitude": (RED, "s", "magnitude")}
     for axes, metric, title in zip(figure.subplots(1, 2), ("accuracy", "nll"), ("accuracy", "NLL"), strict=True):
         for by, (colour, marker, label) in styles.items():
@@ -174,10 +173,12 @@ def draw(results: Path, folder: Path) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     figure.axes[0].legend()
-    save(figure, folder / "pruning.png")
+    save(figure, path)
 
-    figure = new_figure(9, 3.6)
-    record = read_json(results / "sensitivity.json")
+
+def draw_sensitivity(record: dict[str, Any], path: Path) -> None:
+    """Draw the share of wrong labels found against the share of examples looked at."""
+    figure = new_figure(10, 3.4)
     colours = {
         "loss_change": (BLUE, "change of the loss"),
         "loss_without": (BLACK, "loss without the example"),
@@ -195,8 +196,8 @@ def draw(results: Path, folder: Path) -> None:
         axes.set(title=f"after {row['epoch']} epochs", xlabel="training examples looked at (%)")
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("wrong labels found (%)")
-    figure.axes[0].legend()
-    save(figure, folder / "wrong_labels.png")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center")
+    save(figure, path)
 
 
 def main() -> None:
@@ -210,7 +211,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.what == "draw":
-        draw(Path("results"), IMAGES)
+        results = Path("results")
+        draw_pruning(read_json(results / "pruning.json"), IMAGES / "pruning.png")
+        draw_sensitivity(read_json(results / "sensitivity.json"), IMAGES / "wrong_labels.png")
         return
     arguments.epochs = arguments.epochs or (6 if arguments.what == "pruning" else 30)
     begin, cpu = time.perf_counter(), time.process_time()

@@ -1,6 +1,7 @@
 """Settings of every test."""
 
 import os
+import shutil
 
 # The tensors of the tests are tiny: threads would only wait for each other, and for other processes. The variable is
 # read by NumPy's and torch's libraries when they are loaded, here and in the processes that tests start.
@@ -41,6 +42,20 @@ def _seeded():
 def _wide_terminal(monkeypatch):
     """What a command says is not broken into lines by the length of a temporary folder's name."""
     monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium without a window, driven by Playwright; the test is skipped where there is no such browser."""
+    executable = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if executable is None:
+        pytest.skip("needs the browser chromium: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable)
+        yield browser
+        browser.close()
 
 
 def pytest_collection_modifyitems(items):

@@ -400,6 +400,8 @@ def one_file(ranks):
         "after": evaluated(model),
         "repr": repr(posterior),
         "no folder": said(lambda: posterior.save(f"{ranks.folder}/nowhere/posterior.safetensors")),
+        "pruned": said(lambda: posterior.pruned(0.5)),
+        "signal": {name: whole(t) for name, t in posterior.signal_to_noise().items()},
         "into a whole model": said(lambda: posterior.write_mean(transformer())),
     }
 

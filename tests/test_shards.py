@@ -174,6 +174,8 @@ def test_a_posterior_becomes_one_file_and_no_rank_holds_the_model(found, folder)
         assert result["gathered"].max() == largest < posterior.num_parameters / 3
         assert len(result["gathered"]) == 2 * len(posterior.mean)
         assert "sharded over 4 ranks" in result["repr"]
+        assert_close(result["signal"], posterior.signal_to_noise())
+        assert "prune it there" in result["pruned"]
     trained = bsam.load_posterior(folder / "trained.safetensors", model=model)
     assert set(posterior.mean) - set(trained.mean) == {"places"}
     assert trained.base["places"].are_those_of(model.places)

@@ -44,6 +44,7 @@ def _is_converted(formula: str) -> bool:
 
 def _polish(math: str) -> str:
     """Put primes on the base line, as fonts have them raised, and keep the bars of a norm as high as its content."""
+    math = re.sub(r"<mo>(?:&#8289;|\u2061)</mo>", "", math)  # an invisible sign, which fonts lack
     math = _PRIMED.sub(r'<mrow>\1<mo lspace="0" rspace="0">\2</mo></mrow>', math)
     return re.sub(r'<mo stretchy="true" form="(\w+)">([‖|])', r'<mo stretchy="false" form="\1">\2', math)
 

@@ -19,7 +19,7 @@ from typing import Any
 from bsam.experiments.comparison import TABLES, compare
 from bsam.experiments.record import read_json
 from bsam.files import write_text
-from tools import out_of_the_box, shards, speeds, trainers, uci, variances
+from tools import doubt, out_of_the_box, scale, shards, speeds, trainers, uci, variances
 from tools.markdown import (
     block_markdown,
     comparison_markdown,
@@ -36,8 +36,12 @@ _STUDIES = ("sweep_rho", "ablate_noise", "ablate_samples", "ablate_splits", "abl
 _TUNINGS = ("tuning_cifar10", "tuning_cifar10_60")
 _OF_A_RECORD: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "demo": (demo_markdown, "bsam demo"),
+    "demo/doubt": (doubt.demo_markdown, "bsam demo"),
     "trainers": (trainers.markdown, "benchmarks/trainers.py"),
     "fsdp": (shards.markdown, "benchmarks/fsdp.py"),
+    "scale/measured": (scale.measured_markdown, "benchmarks/scale.py"),
+    "scale/computed": (scale.computed_markdown, "benchmarks/scale.py"),
+    "scale/memory": (scale.memory_markdown, "benchmarks/scale.py"),
     **{name: (study_markdown, f"bsam {name.replace('_', ' ')}") for name in _STUDIES},
     **{name: (tuning_markdown, f"bsam {name.replace('tuning_', 'tune ')}") for name in _TUNINGS},
     "tuning_sqrt_num_data": (tuning_markdown, "bsam tune benchmarks/sqrt_num_data.toml"),
@@ -46,6 +50,7 @@ _OF_A_RECORD: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
         for part in ("", "_choosing", "_few", "_few_choosing")
         for what, markdown in (("", out_of_the_box.means_markdown), ("/problems", out_of_the_box.problems_markdown))
     },
+    "corruptions": (doubt.corruptions_markdown, "benchmarks/corruptions.py"),
     "adamw_rates": (out_of_the_box.rates_markdown, "benchmarks/adamw_rates.py"),
     "pruning": (variances.pruning_markdown, "benchmarks/variances.py pruning"),
     "sensitivity": (variances.sensitivity_markdown, "benchmarks/variances.py sensitivity"),
@@ -53,6 +58,12 @@ _OF_A_RECORD: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
 }
 """Tables of one record: how each is written, and which command makes the record. The record's name ends at a slash."""
 _OF_ALL_TABLES = {"counts": counts_markdown, "margins": margins_markdown}
+_OF_ALL_RESULTS = {
+    "speeds": speeds.markdown,
+    "doubt": doubt.doubt_markdown,
+    "doubt/scores": doubt.scores_markdown,
+}
+"""Tables of several records."""
 _BEGIN = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)
 _END = "<!-- end -->"
 
@@ -67,8 +78,8 @@ def render(name: str, results: Path) -> str:
 
     Args:
         name: table1 to table6, one block of a table like table1/cifar10, its rows of the paper like
-            table1/cifar10/paper, counts or margins of all tables, speeds, or
-            the name of a record with a table of its own.
+            table1/cifar10/paper, counts or margins of all tables, speeds, doubt, or the name of a record with a table
+            of its own.
         results: The folder of the records.
     """
     if name in TABLES:
@@ -84,13 +95,13 @@ def render(name: str, results: Path) -> str:
         return block_markdown(found[block], of_the_paper=bool(rows))
     if name in _OF_ALL_TABLES:
         return _OF_ALL_TABLES[name]([compare(each, results / "runs") for each in TABLES])
-    if name == "speeds":
-        return speeds.markdown(results)
+    if name in _OF_ALL_RESULTS:
+        return _OF_ALL_RESULTS[name](results)
     if name in _OF_A_RECORD:
         markdown, command = _OF_A_RECORD[name]
         path = results / f"{table}.json"
         return markdown(read_json(path)) if path.exists() else f"Not recorded yet: `{command}`."
-    known = ", ".join(["speeds", *TABLES, *_OF_ALL_TABLES, *_OF_A_RECORD])
+    known = ", ".join([*_OF_ALL_RESULTS, *TABLES, *_OF_ALL_TABLES, *_OF_A_RECORD])
     raise ValueError(f"there is no table {name!r} to fill in: between its marks a page may have {known}.")
 
 

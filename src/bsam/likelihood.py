@@ -140,7 +140,8 @@ class LearnedNoise(nn.Module):
     `noise_std` is not given.
 
     The noise is one parameter, `log_noise_std`, the logarithm of the standard deviation. It is no weight of a network:
-    put it into a parameter group without prior, noise and perturbation, as in the example.
+    it has no prior, and the posterior holds it as a point. Give it an optimizer of its own, as in the example. (In a
+    parameter group of bSAM it learns slowly, because bSAM divides its large gradients by a large precision.)
 
     Args:
         network: The network, with outputs (n,) or (n, D).
@@ -149,13 +150,15 @@ class LearnedNoise(nn.Module):
     Examples:
         >>> from bsam import BSAM
         >>> model = LearnedNoise(nn.Linear(3, 1))
-        >>> groups = [
-        ...     {"params": model.network.parameters()},
-        ...     {"params": [model.log_noise_std], "prior_precision": 0.0, "sample": False, "perturb": False},
-        ... ]
-        >>> optimizer = BSAM(groups, num_data=50, module=model)
+        >>> optimizer = BSAM(model.network.parameters(), num_data=50, module=model)
+        >>> noise = torch.optim.Adam([model.log_noise_std], lr=0.01)
         >>> x, y = torch.randn(8, 3), torch.randn(8, 1)
         >>> loss = optimizer.step(lambda x, y: model.loss(model(x), y), x, y)
+        >>> with torch.no_grad(), optimizer.sampled():
+        ...     outputs = model(x)
+        >>> noise.zero_grad()
+        >>> model.loss(outputs, y).backward()
+        >>> noise.step()
     """
 
     def __init__(self, network: nn.Module, noise_std: float = 1.0) -> None:

@@ -1,7 +1,6 @@
-"""A browser, to look at the pages with, and temporary files that no other process sees."""
+"""Data, the command, and temporary files that no other process sees."""
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,20 +21,6 @@ def _own_temporary_folder(tmp_path_factory):
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
         patch.setattr(tempfile, "tempdir", None)
         yield
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Chromium without a window, driven by Playwright; the test is skipped where there is no such browser."""
-    executable = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if executable is None:
-        pytest.skip("needs the browser chromium: apt-get install chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

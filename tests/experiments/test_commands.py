@@ -146,7 +146,7 @@ class TestCommand:
     def test_without_out(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         assert CliRunner().invoke(app, ["figure", "dual-spaces"]).exit_code == 0
-        assert (tmp_path / "dual-spaces.png").exists()
+        assert (tmp_path / "dual-spaces.svg").exists()
 
     def test_all_and_numbers(self, tmp_path, monkeypatch):
         chosen = {name: figures.FIGURES[name] for name in ("worst-case", "dual-spaces")}
@@ -156,7 +156,7 @@ class TestCommand:
         monkeypatch.setattr(numbers, "compute_numbers", lambda: {"a": 1})
         assert CliRunner().invoke(app, ["figure", "all", "--out", str(tmp_path / "new")]).exit_code == 0
         written = {path.name for path in (tmp_path / "new").iterdir()}
-        assert written == {"worst-case.png", "dual-spaces.png", "explore.html", "figures.json"}
+        assert written == {"worst-case.svg", "dual-spaces.svg", "explore.html", "figures.json"}
         path = tmp_path / "numbers.json"
         assert CliRunner().invoke(app, ["figure", "numbers", "--out", str(path)]).exit_code == 0
         assert read_json(path) == {"a": 1}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import bsam
 from bsam.experiments import demo
 from bsam.experiments.commands import app
 from bsam.experiments.config import FIELDS
@@ -58,9 +59,14 @@ def test_settings_name_every_method_and_lie_on_the_grid():
 
 def test_a_run_learns_and_records_what_it_did(small):
     calls = []
-    record, predictions = demo.run_digits(small, calls.append)
+    record, predictions, strange = demo.run_digits(small, calls.append)
     assert calls == [method for method in PAPER_METHODS for _ in range(2)]
-    assert set(predictions) == set(PAPER_METHODS)
+    assert set(predictions) == set(strange) == set(PAPER_METHODS)
+    found = record["methods"]["sgd"]["runs"][0]["unknown"]
+    wanted = bsam.metrics.rate_unknown(predictions["sgd"], strange["sgd"]["mirrored"], num_bootstrap=0)
+    assert found["mirrored"] == wanted.auroc
+    assert set(record["pairs"]) == {"sgd", "adam"}  # at the price of one run of bSAM
+    assert len(record["pairs"]["sgd"]) == 1
     for method, result in record["methods"].items():
         assert len(result["runs"]) == 2
         assert result["runs"][0] != result["runs"][1]

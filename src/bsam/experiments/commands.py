@@ -358,13 +358,13 @@ def demo(
 
     settings = dataclasses.replace(settings, seeds=seeds or settings.seeds)
     with _progress("training", len(settings.digits) * settings.seeds + len(settings.moons)) as advance:
-        record, predictions = experiment.run_digits(settings, lambda method: advance(METHODS[method].title))
+        record, predictions, strange = experiment.run_digits(settings, lambda method: advance(METHODS[method].title))
         maps = experiment.moons(settings, lambda method: advance(METHODS[method].title))
 
     console.print(_demo_table(record))
     write_json(out / "results.json", record)
-    images, _ = load(settings.digits["bsam"].dataset).test
-    console.print(f"Look at it: {_link(write_demo_page(out, record, predictions, maps, images))}", highlight=False)
+    page = write_demo_page(out, record, predictions, strange, maps, load(settings.digits["bsam"].dataset))
+    console.print(f"Look at it: {_link(page)}", highlight=False)
 
 
 def _demo_table(record: dict[str, Any]) -> Table:
@@ -384,12 +384,12 @@ def _demo_table(record: dict[str, Any]) -> Table:
 def figure(
     name: Annotated[str, typer.Argument(help="A figure, `all` of them, their `numbers`, or `list`.")] = "list",
     out: Annotated[
-        Path | None, typer.Option(help="File to write, or folder for all.", show_default="NAME.png, or figures")
+        Path | None, typer.Option(help="File to write, or folder for all.", show_default="NAME.svg, or figures")
     ] = None,
 ) -> None:
     """Draw a figure of the theory, or list them.
 
-    The paper's figures on toy problems; all of them take about three minutes. Examples:
+    The paper's figures on toy problems; all of them take about four minutes. Examples:
 
     [bold]bsam figure smoothing --out smoothing.svg[/bold]
 
@@ -410,10 +410,10 @@ def figure(
         return
     if name == "all":
         folder = out or Path("figures")
-        files = [f"{key}.png" for key in figures.FIGURES] + [f"{key}{found.ending}" for key, found in MOVING.items()]
+        files = [f"{key}.svg" for key in figures.FIGURES] + [f"{key}{found.ending}" for key, found in MOVING.items()]
         paths = {**{Path(file).stem: folder / file for file in files}, "numbers": folder / "figures.json"}
     else:
-        ending = MOVING[name].ending if name in MOVING else ".png"
+        ending = MOVING[name].ending if name in MOVING else ".svg"
         paths = {name: out or Path("figures.json" if name == "numbers" else f"{name}{ending}")}
     with Console(stderr=True).status("") as status:
         for count, (key, path) in enumerate(paths.items(), start=1):

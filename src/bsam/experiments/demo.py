@@ -7,7 +7,7 @@ import statistics
 import time
 import tomllib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from typing import Any
@@ -18,9 +18,11 @@ from torch import Tensor
 import bsam
 from bsam.experiments.config import Config, from_mapping
 from bsam.experiments.data import Dataset, load, plain_batches
+from bsam.experiments.ensemble import average
 from bsam.experiments.methods import METHODS, predict
 from bsam.experiments.metric_columns import TITLES, mean_and_sd, number, values_of
 from bsam.experiments.record import environment
+from bsam.experiments.suites.unknown_inputs import UNKNOWN, unknown_images
 from bsam.experiments.trainer import Trainer
 
 __all__ = ["Demo", "Map", "cells", "grid_of", "load_demo", "moons", "run_digits", "tune"]
@@ -62,33 +64,69 @@ def _no_progress(method: str) -> None:
 # ------------------------------------------------------------------ digits
 
 
-def train_and_predict(config: Config, dataset: Dataset, seed: int, part: str) -> bsam.Predictions:
-    """Train one method with one seed, and predict one part of the data."""
+def train_and_predict(
+    config: Config, dataset: Dataset, seed: int, part: str, unknown: Iterable[str] = ()
+) -> tuple[bsam.Predictions, dict[str, bsam.Predictions]]:
+    """Train one method with one seed, and predict one part of the data, and unknown sets by name."""
     trainer = Trainer(config, dataset, seed=seed)
     for _ in trainer.steps():
         pass
-    data = plain_batches(dataset, part)
-    return predict(config, trainer.model, trainer.posterior(), data, num_samples=config.num_samples, seed=seed)
+    posterior = trainer.posterior()
+    data: dict[str, Any] = {name: [dataset.normalise(unknown_images(dataset, name, None))] for name in unknown}
+    found = {
+        name: predict(config, trainer.model, posterior, each, num_samples=config.num_samples, seed=seed)
+        for name, each in {part: plain_batches(dataset, part), **data}.items()
+    }
+    return found.pop(part), found
 
 
-def run_digits(demo: Demo, advance: Advance = _no_progress) -> tuple[dict[str, Any], dict[str, bsam.Predictions]]:
-    """Train every method with every seed; return the record and, by method, the test predictions of the first seed."""
-    record: dict[str, Any] = {"seeds": demo.seeds, "methods": {}}
+def run_digits(
+    demo: Demo, advance: Advance = _no_progress
+) -> tuple[dict[str, Any], dict[str, bsam.Predictions], dict[str, dict[str, bsam.Predictions]]]:
+    """Train every method with every seed.
+
+    Returns:
+        The record; by method, the test predictions of the first seed; and by method and unknown set, its predictions
+        for images that are no digits.
+    """
+    record: dict[str, Any] = {"seeds": demo.seeds, "methods": {}, "pairs": {}}
     first: dict[str, bsam.Predictions] = {}
+    strange: dict[str, dict[str, bsam.Predictions]] = {}
     for method, config in demo.digits.items():
         dataset = load(config.dataset, validation=config.validation)
         begin = time.perf_counter()
-        runs = []
+        found = []
         for seed in range(demo.seeds):
-            predictions = train_and_predict(config, dataset, seed, "test")
-            first.setdefault(method, predictions)
-            summary = bsam.metrics.summary(predictions, num_bootstrap=0)
-            runs.append({name: getattr(summary, name) for name in (*TITLES, "brier")})
+            found.append(train_and_predict(config, dataset, seed, "test", UNKNOWN["digits"]))
             advance(method)
+        first[method], strange[method] = found[0]
         seconds = round(time.perf_counter() - begin, 1)
+        runs = [_numbers(*each) for each in found]
         record["methods"][method] = {"config": asdict(config), "runs": runs, "seconds": seconds}
+        if METHODS[method].is_point and METHODS[method].gradients == 1 and demo.seeds > 1:
+            record["pairs"][method] = [_numbers(*_pair(one, other)) for one, other in itertools.combinations(found, 2)]
     record["environment"] = environment()
-    return record, first
+    return record, first, strange
+
+
+_Found = tuple[bsam.Predictions, dict[str, bsam.Predictions]]
+"""Predictions of the test part, and of unknown sets."""
+
+
+def _numbers(test: bsam.Predictions, unknown: Mapping[str, bsam.Predictions]) -> dict[str, Any]:
+    summary = bsam.metrics.summary(test, num_bootstrap=0)
+    return {
+        **{name: getattr(summary, name) for name in (*TITLES, "brier")},
+        "accuracy_90": bsam.metrics.rate_rejection(test, num_bootstrap=0).accuracy_90,
+        "unknown": {
+            name: bsam.metrics.rate_unknown(test, each, num_bootstrap=0).auroc for name, each in unknown.items()
+        },
+    }
+
+
+def _pair(one: _Found, other: _Found) -> _Found:
+    """Return the predictions of an ensemble of two."""
+    return average([one[0], other[0]]), {name: average([one[1][name], other[1][name]]) for name in one[1]}
 
 
 def cells(record: dict[str, Any]) -> list[tuple[str, list[str]]]:
@@ -117,7 +155,7 @@ def tune(demo: Demo, advance: Advance = _no_progress) -> dict[str, Any]:
             scores = []
             for seed in range(100, 100 + demo.tuning_seeds):
                 try:
-                    predictions = train_and_predict(config, dataset, seed, "validation")
+                    predictions, _ = train_and_predict(config, dataset, seed, "validation")
                     scores.append(bsam.metrics.summary(predictions, num_bootstrap=0).nll)
                 except (FloatingPointError, ValueError):  # diverged: not finite while training, or when predicting
                     scores.append(float("inf"))

@@ -101,7 +101,7 @@ class MeanSnapshot:
         module: The model, if it is known.
     """
 
-    def __init__(self, slots: list[Slot], module: nn.Module | None) -> None:
+    def __init__(self, slots: list[Slot], module: nn.Module | None = None) -> None:
         self._slots, self._module = slots, module
 
     def restore(self) -> None:

@@ -215,6 +215,11 @@ class DiagonalGaussian(Posterior):
             raise ValueError(f"keep={keep!r} must be a share from 0 to 1, like 0.25 to keep a quarter of the weights.")
         if by not in ("signal_to_noise", "magnitude"):
             raise ValueError(f"by={by!r} must be 'signal_to_noise' or 'magnitude'.")
+        if any(is_sharded(mean) for mean in self.mean.values()):
+            raise ValueError(
+                "a sharded posterior cannot be pruned, because all weights are compared with each other: save it, load "
+                "it with bsam.load_posterior(path) in one process, and prune it there."
+            )
         if not self.sampled_names:
             raise ValueError("no weight is sampled: there is no signal-to-noise ratio to prune by.")
         if any(map(is_sharded, self.mean.values())):

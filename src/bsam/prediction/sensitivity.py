@@ -88,7 +88,7 @@ def sensitivity(
     """Estimate for each training example what training without it would change.
 
     No training is repeated: the posterior's variances say how far each prediction can move. Examples with a large
-    `loss_change` are those that the model learned by heart, such as wrong labels and rare cases. It takes K gradients
+    `loss_change` are those whose prediction rests on the example itself. It takes K gradients
     per example for K outputs. The model is unchanged afterwards.
 
     Args:

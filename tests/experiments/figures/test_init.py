@@ -8,6 +8,7 @@ import pytest
 from matplotlib.text import Text
 
 from bsam.experiments import figures, style
+from bsam.experiments.figures import cards
 from bsam.experiments.record import read_json
 
 ROOT = Path(__file__).parents[3]
@@ -32,10 +33,14 @@ RESULTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:after 40 steps")  # the cards of the methods are not looked at
 @pytest.mark.parametrize("name", figures.FIGURES)
 def test_draws_a_file(name, request, tmp_path):
     found = figures.picture(name)
-    result = request.getfixturevalue(RESULTS[name]) if name in RESULTS else found.compute()
+    if name.startswith("method-"):
+        result = cards.compute_card(name.removeprefix("method-"), num_steps=40)
+    else:
+        result = request.getfixturevalue(RESULTS[name]) if name in RESULTS else found.compute()
     assert dataclasses.is_dataclass(result)
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(result, dataclasses.fields(result)[0].name, None)
@@ -61,10 +66,13 @@ def test_a_second_run_writes_the_same_bytes(neighbourhood, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("name", figures.FIGURES)
 def test_the_page_shows_it(name):
-    image = ROOT / "docs" / "images" / "theory" / f"{name}.svg"
-    assert 5000 < image.stat().st_size < 250_000
-    page = ROOT / ("README.md" if name == "certainty" else "docs/theory.md")
-    assert f"images/theory/{name}.svg)" in page.read_text()
+    method = name.removeprefix("method-")
+    image, page = f"images/theory/{name}.svg", "README.md" if name == "certainty" else "docs/theory.md"
+    if method != name:
+        image, page = f"images/methods/{method}.svg", f"docs/methods/{method}.md"
+    assert 5000 < (ROOT / "docs" / image).stat().st_size < 250_000
+    for each in (page, "docs/gallery.md"):
+        assert f"{image})" in (ROOT / each).read_text()
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)

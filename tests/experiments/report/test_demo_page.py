@@ -7,11 +7,20 @@ import pytest
 import torch
 
 import bsam
+from bsam.experiments.data import load
 from bsam.experiments.demo import Map
 from bsam.experiments.methods import METHODS
 from bsam.experiments.report.demo_page import write_demo_page
+from bsam.experiments.suites.unknown_inputs import unknown_images
 from tests.experiments.browser_checks import SCHEMES, WIDTHS, check_page
 from tests.experiments.test_runs import on_digits
+
+
+def predictions_of(data, name):
+    """Even predictions for an unknown set."""
+    count = len(unknown_images(data, name, None))
+    log_probs = torch.randn(count, 10, generator=torch.Generator().manual_seed(1)).log_softmax(1)
+    return bsam.Predictions(log_probs, torch.zeros(count), None, 4, 0, "loop")
 
 
 @pytest.fixture(scope="module")
@@ -21,20 +30,25 @@ def path(tmp_path_factory):
     log_probs = (3 * torch.randn(200, 10, generator=generator)).log_softmax(1)
     labels = torch.distributions.Categorical(logits=log_probs).sample()
     predictions = bsam.Predictions(log_probs, torch.zeros(200), labels, 4, 0, "loop")
-    seeds = [{"accuracy": 0.9 + k / 100, "nll": 0.3, "ece": 0.02, "auroc": 0.9} for k in range(2)]
+    unknown = {"mirrored": 0.7, "photographs": 0.9}
+    metrics = {"nll": 0.3, "ece": 0.02, "auroc": 0.9, "accuracy_90": 0.97, "unknown": unknown}
+    seeds = [{"accuracy": 0.9 + k / 100, **metrics} for k in range(2)]
     configs = {m: dataclasses.asdict(on_digits(m)) for m in METHODS}
     record = {
         "seeds": 2,
         "methods": {m: {"config": configs[m], "runs": seeds, "seconds": 1.5} for m in METHODS},
+        "pairs": {"sgd": seeds},
         "environment": {"bsam": "0", "commit": "abc", "device": "CPU", "packages": {"torch": "2"}},
     }
     xs, ys = torch.linspace(-3, 3, 20), torch.linspace(-2, 2, 15)
     points = torch.randn(30, 2, generator=generator)
     moons = Map(xs, ys, torch.rand(15, 20, generator=generator), points, (points[:, 0] > 0).float())
     folder = tmp_path_factory.mktemp("report")
-    images = torch.randint(17, (200, 1, 8, 8), generator=generator, dtype=torch.uint8)
+    data = load("digits")
+    data = dataclasses.replace(data, test=(data.test[0][:200], data.test[1][:200]))
+    strange = {method: {name: predictions_of(data, name) for name in unknown} for method in METHODS}
     maps = dict.fromkeys(["sam-sgd", "bsam"], moons)
-    return write_demo_page(folder, record, dict.fromkeys(METHODS, predictions), maps, images)
+    return write_demo_page(folder, record, dict.fromkeys(METHODS, predictions), strange, maps, data)
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +60,12 @@ def test_everything_is_there(page):
     figures = re.findall(r"<figure>(.*?)</figure>", page, re.DOTALL)
     mistakes = [figure for figure in figures if "This is a" in figure]
     assert len(mistakes) == 6
-    assert len(figures) == len(METHODS) + 2 + len(mistakes)
+    strange = [figure for figure in figures if "This is no digit" in figure]
+    assert len(strange) == 3
+    assert len(figures) == 2 * len(METHODS) + 1 + 2 + len(mistakes) + len(strange)
     for figure in figures:
         assert "<figcaption>" in figure
-        assert 'role="img" aria-label="' in figure or 'alt="An image of the digit ' in figure
+        assert re.search('role="img" aria-label="|alt="An image (of the|that is no) digit', figure)
     for name in (method.title for method in METHODS.values()):
         assert f"<td>{name}</td>" in page
     for axis in ("confidence", "accuracy", "first feature", "second feature", "probability of class 1"):
@@ -57,6 +73,7 @@ def test_everything_is_there(page):
     assert page.count("the accuracy in a bin") == 1  # one caption for all diagrams
     assert "bSAM is an optimizer for neural networks." in page
     assert '<tr class="shaded"><td>bSAM</td>' in page
+    assert "<td>bSAM</td><td>9.5</td><td>3.0</td><td>70.0</td><td>90.0</td>" in page  # doubt, in percent
     assert "make demo" in page
     assert "What to try next" in page
     assert "91.00" not in page

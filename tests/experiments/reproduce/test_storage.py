@@ -6,6 +6,7 @@ import pickle
 import fsspec
 import pytest
 
+from bsam.experiments.record import read_json, write_json
 from bsam.experiments.reproduce import storage as module
 from bsam.experiments.reproduce.execute import execute
 from bsam.experiments.reproduce.storage import Storage, work_in_storage
@@ -87,6 +88,19 @@ def test_what_is_removed_is_removed_there(storage, tmp_path):
     assert storage.names([task]) == [f"{task.name}/seed0/b.toml"]
     storage.fetch([task])
     assert (task.folder / "b.toml").read_text() == "changed"
+
+
+def test_ensembles_are_fetched_unless_one_of_more_runs_is_there(storage, tmp_path):
+    task, record = make_task(tmp_path), tmp_path / "records" / "ensemble.json"
+
+    def work(tasks, report, *, members):
+        tasks[0].record.parent.mkdir(parents=True, exist_ok=True)
+        write_json(tasks[0].record.with_name("ensemble.json"), {"members": members})
+
+    for members, kept in ((3, 3), (2, 3), (4, 4)):
+        work_in_storage([task], nothing, work=functools.partial(work, members=members), storage=storage)
+        storage.fetch([task])
+        assert read_json(record) == {"members": kept}
 
 
 def test_a_storage_is_checked_and_travels(storage):

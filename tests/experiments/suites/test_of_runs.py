@@ -76,14 +76,14 @@ def test_the_numbers_are_those_of_the_metrics(digit_runs):
     run = digit_runs / "sgd0"
     found = evaluate_suites(run, ["shift"], samples=[1], device="cpu")
     test = bsam.Predictions.load(run / "predictions-test-1.safetensors")
-    turned = bsam.Predictions.load(run / "suites" / "unknown-1" / "turned.safetensors")
-    scores = found["unknown"]["1"]["sets"]["turned"]["scores"]
+    mirrored = bsam.Predictions.load(run / "suites" / "unknown-1" / "mirrored.safetensors")
+    scores = found["unknown"]["1"]["sets"]["mirrored"]["scores"]
     assert set(scores) == {"confidence", "entropy", "energy"}  # one point does not disagree with itself
-    wanted = bsam.metrics.rate_unknown(test, turned, "energy", num_bootstrap=0)
+    wanted = bsam.metrics.rate_unknown(test, mirrored, "energy", num_bootstrap=0)
     assert scores["energy"]["auroc"] == pytest.approx(wanted.auroc, rel=1e-5)
-    assert sum(found["unknown"]["1"]["sets"]["turned"]["histogram"]) == len(turned)
+    assert sum(found["unknown"]["1"]["sets"]["mirrored"]["histogram"]) == len(mirrored)
     data = load("digits")
-    assert len(turned) == int(torch.isin(data.test[1], torch.tensor([2, 3, 4, 5, 7])).sum())
+    assert len(mirrored) == int((~torch.isin(data.test[1], torch.tensor([0, 1, 8]))).sum())
     wanted = bsam.metrics.rate_rejection(test, num_bootstrap=0)
     assert found["rejection"]["1"]["scores"]["confidence"]["area"] == pytest.approx(wanted.area, rel=1e-5)
     risk = found["rejection"]["1"]["risk"]

@@ -1,8 +1,10 @@
 """Unknown inputs have the format of the known ones, and are what they should be."""
 
+import shutil
+
 import torch
 
-from bsam.experiments.data import DATASETS, load
+from bsam.experiments.data import DATASETS, load, load_test
 from bsam.experiments.suites.unknown_inputs import UNKNOWN, unknown_images
 
 
@@ -15,7 +17,9 @@ def test_colour_images_have_32_pixels_and_three_channels(colour_data):
     for channel in range(3):
         assert torch.equal(found["mnist"][:, channel, 2:-2, 2:-2], digits[:, 0])
     assert not found["mnist"][:, :, :2].any()
-    tiny = load("tinyimagenet", colour_data).test[0].double()
+    shutil.rmtree(colour_data / "tiny-imagenet-200" / "train")  # not needed
+    assert torch.equal(unknown_images(known, "tinyimagenet", colour_data), found["tinyimagenet"])
+    tiny = load_test("tinyimagenet", colour_data)[0].double()
     mean = (tiny[..., ::2, ::2] + tiny[..., 1::2, ::2] + tiny[..., ::2, 1::2] + tiny[..., 1::2, 1::2]) / 4
     assert (found["tinyimagenet"] - mean).abs().max() <= 0.5
 

@@ -27,7 +27,7 @@ from bsam.experiments.data.progress import ProgressBar
 from bsam.experiments.data.table import DatasetInfo
 from bsam.files import naming, read_file, write_file
 
-__all__ = ["Arrays", "read_cifar", "read_mnist", "read_tiny_imagenet"]
+__all__ = ["Arrays", "read_cifar", "read_mnist", "read_tiny_imagenet", "read_tiny_test"]
 
 Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 """Inputs and labels."""
@@ -179,6 +179,17 @@ def read_tiny_imagenet(info: DatasetInfo, folder: Path) -> tuple[Arrays, Arrays]
     )
     _write_cache(info, cache, train, test)
     return train, test
+
+
+def read_tiny_test(info: DatasetInfo, folder: Path) -> Arrays:
+    """Read the validation images alone, as `read_tiny_imagenet` does; the training images need not be there."""
+    cache = folder / info.folder / "decoded.safetensors"
+    if cache.exists():
+        return _read_cache(info, cache)[1]
+    _, files = _tiny_files(info, folder)
+    with ProgressBar(f"decoding {info.name}, test part", len(files)) as bar:
+        images = _decode(info, folder, [path for path, _ in files], bar)
+    return images, np.array([label for _, label in files], np.int64)
 
 
 def _tiny_files(info: DatasetInfo, folder: Path) -> list[list[tuple[Path, int]]]:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from bsam.experiments.data.download import data_folder, fetch
 from bsam.experiments.data.embedded import Labelled, digits, two_moons
-from bsam.experiments.data.formats import Arrays, read_cifar, read_mnist, read_tiny_imagenet
+from bsam.experiments.data.formats import Arrays, read_cifar, read_mnist, read_tiny_imagenet, read_tiny_test
 from bsam.experiments.data.table import DATASETS, DatasetInfo
 
-__all__ = ["Dataset", "load"]
+__all__ = ["Dataset", "load", "load_test"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +115,16 @@ def load(
         mean=mean.to(device),
         std=std.to(device),
     )
+
+
+def load_test(name: str, folder: str | os.PathLike[str] | None = None) -> Labelled:
+    """Load the test part of a data set on the CPU. Of TinyImageNet, the training images are not read."""
+    if name != "tinyimagenet":
+        return load(name, folder).test
+    info, root = DATASETS[name], data_folder(folder)
+    fetch(info, root)
+    images, labels = read_tiny_test(info, root)
+    return torch.from_numpy(images), torch.from_numpy(labels)
 
 
 def _take(data: Labelled, index: Tensor) -> Labelled:

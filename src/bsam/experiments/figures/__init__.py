@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from bsam.experiments.figures import data_sets, duality, logistic, moons, objectives, relaxed
+from bsam.experiments.figures import cards, data_sets, duality, logistic, moons, objectives, relaxed
 from bsam.experiments.style import in_print, new_figure, save
 
 __all__ = ["FIGURES", "Picture", "draw", "picture"]
@@ -104,6 +105,15 @@ FIGURES: dict[str, Picture] = {
         relaxed.compute_relaxed,
         relaxed.draw_relaxed,
     ),
+    **{
+        f"method-{name}": Picture(
+            f"{title} on a problem with two weights (not in the paper)",
+            (3.4, 3.5),
+            partial(cards.compute_card, name),
+            cards.draw_card,
+        )
+        for name, (title, _) in cards.CARDS.items()
+    },
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim import Adam, Optimizer
 import bsam
 from bsam.experiments.regression.stack import RunStack, make_member
 
-__all__ = ["METHODS", "Method", "Settings", "Trained"]
+__all__ = ["METHODS", "Method", "Settings", "Trained", "make_noise_optimizer", "take_step", "trained_runs"]
 
 Settings = dict[str, float]
 """The settings that are chosen by validation."""
@@ -41,17 +41,48 @@ def _grid(**values: tuple[float, ...]) -> tuple[Settings, ...]:
 
 def _adam(stack: RunStack, settings: list[Settings], num_data: int) -> Optimizer:
     groups = [{"lr": each["lr"], "weight_decay": each["prior_precision"] / num_data} for each in settings]
-    return Adam(stack.parameter_groups(groups, {"weight_decay": 0.0}))
+    return Adam(stack.parameter_groups(groups))
 
 
-def _gaussian(kind: Callable[..., Optimizer], noise: Mapping[str, Any], **options: Any) -> Callable[..., Optimizer]:
-    """Return a function that makes an optimizer of ours; the noise of the targets is a point without a prior."""
-    point = {"sample": False, "prior_precision": 0.0, **noise}
+def _gaussian(kind: Callable[..., Optimizer], **options: Any) -> Callable[..., Optimizer]:
+    """Return a function that makes an optimizer of ours."""
 
     def make(stack: RunStack, settings: list[Settings], num_data: int) -> Optimizer:
-        return kind(stack.parameter_groups(settings, point), num_data=num_data, module=stack, **options)
+        return kind(stack.parameter_groups(settings), num_data=num_data, module=stack, **options)
 
     return make
+
+
+NOISE_LR = 0.01
+"""The learning rate of the noise, by Adam."""
+
+
+def make_noise_optimizer(stack: RunStack) -> Optimizer:
+    """Make the optimizer of the noises: the same for all methods."""
+    return Adam(stack.noises(), lr=NOISE_LR)
+
+
+def take_step(optimizer: Any, noise: Optimizer, stack: RunStack, x: Tensor, y: Tensor) -> None:
+    """Take one step of the weights and one of the noise, of every run.
+
+    The noise of a method with a posterior is learned at sampled weights: its best value is the expected square of the
+    residual over the posterior.
+    """
+    if isinstance(optimizer, Adam):
+        optimizer.zero_grad()
+        noise.zero_grad()
+        loss = stack.loss(x, y)
+        if not bool(loss.isfinite()):
+            raise FloatingPointError(f"the loss of the stack is {float(loss.detach())}.")
+        torch.autograd.backward(loss)
+        optimizer.step()
+    else:
+        optimizer.step(stack.loss, x, y)
+        with torch.no_grad(), optimizer.sampled():
+            outputs = stack(x)
+        noise.zero_grad()
+        torch.autograd.backward(stack.nll(outputs, y))
+    noise.step()
 
 
 # ------------------------------------------------------------------ what the runs learned
@@ -125,7 +156,7 @@ _ADAM: dict[str, Any] = {
 }
 _IVON: dict[str, Any] = {"betas": (0.9, 0.995), "initial_hessian": 0.5}
 _VOGN: dict[str, Any] = {"betas": (0.9, 0.995)}
-_BSAM: dict[str, Any] = {"prior_precision": 1.0, "max_noise": None, "max_grad_norm": None}
+_BSAM: dict[str, Any] = {"rho": 0.001, "prior_precision": 1.0, "max_noise": None, "max_grad_norm": None}
 
 METHODS: dict[str, Method] = {
     "adam": Method("Adam", **_ADAM),
@@ -133,20 +164,20 @@ METHODS: dict[str, Method] = {
     "laplace": Method("Laplace", **_ADAM, predict=_linearised),
     "vogn": Method(
         "VOGN",
-        _gaussian(bsam.VOGN, {"damping": 0.1, "lr": 0.03}, **_VOGN),
+        _gaussian(bsam.VOGN, **_VOGN),
         _grid(lr=(0.01, 0.03), prior_precision=(0.3, 3.0)),
         fixed=_VOGN,
     ),
     "ivon": Method(
         "IVON",
-        _gaussian(bsam.IVON, {"lr": 0.05}, **_IVON),
+        _gaussian(bsam.IVON, **_IVON),
         _grid(lr=(0.03, 0.1), prior_precision=(0.3, 3.0)),
         fixed=_IVON,
     ),
     "bsam": Method(
         "bSAM",
-        _gaussian(bsam.BSAM, {"perturb": False, "lr": 0.1}, **_BSAM),
-        _grid(lr=(0.1, 0.3), rho=(0.01, 0.05)),
+        _gaussian(bsam.BSAM, **_BSAM),
+        _grid(lr=(0.2, 0.5), damping=(0.3, 1.0)),
         fixed=_BSAM,
     ),
 }
@@ -161,16 +192,3 @@ def trained_runs(method: Method, stack: RunStack, optimizer: Any, settings: list
         Trained(model, posterior, own)
         for posterior, own in zip(method.posteriors(stack, optimizer), of_run, strict=True)
     ]
-
-
-def take_step(optimizer: Any, stack: RunStack, x: Tensor, y: Tensor) -> None:
-    """Take one step of every run."""
-    if isinstance(optimizer, Adam):
-        optimizer.zero_grad()
-        loss = stack.loss(x, y)
-        if not bool(loss.isfinite()):
-            raise FloatingPointError(f"the loss of the stack is {float(loss.detach())}.")
-        torch.autograd.backward(loss)
-        optimizer.step()
-    else:
-        optimizer.step(stack.loss, x, y)

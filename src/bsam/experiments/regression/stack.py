@@ -69,24 +69,25 @@ class RunStack(nn.Module):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the sum over the runs of the mean negative log-likelihood of targets (n, runs)."""
+        return self.nll(self(x), y)
+
+    def nll(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the same for outputs (n, runs)."""
         log_noise = self._all("log_noise_std")
-        z = (y - self(x)) * torch.exp(-log_noise)
+        z = (y - outputs) * torch.exp(-log_noise)
         losses: Tensor = (0.5 * z.square() + log_noise + 0.5 * math.log(2 * math.pi)).mean(dim=0)
         return losses.sum()
 
-    def parameter_groups(self, settings: Sequence[Mapping[str, Any]], noise: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the groups of an optimizer: the weights of each group with its settings, and the noises apart.
+    def parameter_groups(self, settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the groups of an optimizer: the weights of each group of runs, with its settings, without noises."""
+        return [
+            {"params": [p for name, p in own.items() if name != "log_noise_std"], **options}  # type: ignore[operator]
+            for own, options in zip(self.groups, settings, strict=True)
+        ]
 
-        Args:
-            settings: The options of the weights, for each group of runs.
-            noise: What is different in the options of the noise.
-        """
-        groups = []
-        for own, options in zip(self.groups, settings, strict=True):
-            weights = [p for name, p in own.items() if name != "log_noise_std"]  # type: ignore[operator]
-            groups.append({"params": weights, **options})
-            groups.append({"params": [own["log_noise_std"]], **options, **noise})  # type: ignore[index]
-        return groups
+    def noises(self) -> list[nn.Parameter]:
+        """Return the logarithms of the noises, one tensor per group."""
+        return [own["log_noise_std"] for own in self.groups]  # type: ignore[index]
 
     def members(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """Cut the mean or the std of a posterior of the stack into those of the runs, by the names of `make_member`."""

@@ -30,7 +30,16 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import bsam
 from bsam.experiments.data.uci import UCI_SETS, RegressionSet, read_uci
 from bsam.experiments.record import environment, read_json, write_json
-from bsam.experiments.regression.methods import METHODS, Method, Settings, Trained, take_step, trained_runs
+from bsam.experiments.regression.methods import (
+    METHODS,
+    NOISE_LR,
+    Method,
+    Settings,
+    Trained,
+    make_noise_optimizer,
+    take_step,
+    trained_runs,
+)
 from bsam.experiments.regression.stack import RunStack
 
 __all__ = ["ANCHORS", "METRICS", "Extent", "carry_out_uci", "missing_uci", "run_method"]
@@ -155,15 +164,17 @@ def _train_stack(
     stack = RunStack([len(own) for own in groups], x.shape[2], hidden, [1000 * run.seed + run.part for run in runs])
     settings = [own[0].settings for own in groups]
     optimizer = method.make(stack, settings, num_data)
-    scheduler = CosineAnnealingLR(optimizer, steps)
+    noise = make_noise_optimizer(stack)
+    schedulers = [CosineAnnealingLR(each, steps) for each in (optimizer, noise)]
     generator, rows = torch.Generator().manual_seed(0), torch.arange(len(streams))[:, None]
     done = 0
     while done < steps:
         order = torch.rand(len(streams), num_data, generator=generator).argsort(dim=1)
         for index in torch.split(order[:, : num_data // size * size], size, dim=1)[: steps - done]:
             inputs, targets = x[rows, index][stream_of], y[rows, index][stream_of]
-            take_step(optimizer, stack, inputs.transpose(0, 1), targets.T)
-            scheduler.step()
+            take_step(optimizer, noise, stack, inputs.transpose(0, 1), targets.T)
+            for scheduler in schedulers:
+                scheduler.step()
             done += 1
     return trained_runs(method, stack, optimizer, settings)
 
@@ -274,6 +285,7 @@ def carry_out_uci(
         "what": "regression on UCI's sets with their published splits; bsam.experiments.regression.study explains it",
         "config": {
             "held_out": 1 / _HELD_OUT,
+            "noise_lr": NOISE_LR,
             "sets": about,
             "methods": {
                 name: {"title": m.title, "grid": m.grid, "fixed": m.fixed, "chosen_by": m.chosen_by or name}

@@ -8,33 +8,47 @@ from typing import Any
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from torch import Tensor
 
 import bsam
 from bsam.experiments.config import Config
+from bsam.experiments.data import Dataset
 from bsam.experiments.demo import Map, cells
 from bsam.experiments.methods import METHODS
+from bsam.experiments.report.demo_doubt import doubt_lines, draw_risk, draw_strange, find_strange
 from bsam.experiments.report.diagrams import draw_reliability, draw_svg
 from bsam.experiments.report.mistakes import count_errors, find_mistakes
 from bsam.experiments.report.page import write_page
 from bsam.experiments.style import probability
+from bsam.experiments.suites.unknown_inputs import unknown_images
 
 __all__ = ["write_demo_page"]
 
 
 def write_demo_page(
-    folder: Path, record: dict[str, Any], predictions: dict[str, bsam.Predictions], maps: dict[str, Map], images: Tensor
+    folder: Path,
+    record: dict[str, Any],
+    predictions: dict[str, bsam.Predictions],
+    strange: dict[str, dict[str, bsam.Predictions]],
+    maps: dict[str, Map],
+    data: Dataset,
 ) -> Path:
-    """Write `index.html` into `folder`: the table, mistakes, reliability diagrams, and the maps of two moons.
+    """Write `index.html` into `folder`: the table, mistakes, doubt, reliability diagrams, and maps of two moons.
 
     Args:
         folder: Folder of the page.
         record: The demo's record.
         predictions: By method, the predictions of the first seed.
+        strange: By method and unknown set, predictions for images that are no digits.
         maps: By method, its map of two moons.
-        images: The images that were predicted.
+        data: The data set whose test part was predicted.
     """
+    images = data.test[0]
     titled = {METHODS[method].title: each for method, each in predictions.items()}
+    unknown = {
+        name: {METHODS[method].title: each[name] for method, each in strange.items()}
+        for name in ("mirrored", "photographs")
+    }
+    mirrored, photographs = (unknown_images(data, name, None) for name in unknown)
     return write_page(
         folder / "index.html",
         "demo.html.j2",
@@ -43,6 +57,16 @@ def write_demo_page(
         ours=METHODS["bsam"].title,
         errors=count_errors(titled),
         mistakes=find_mistakes(images, titled),
+        doubt=doubt_lines(record),
+        unknown_names=["mirrored digits", "photographs"],
+        risk=draw_risk(titled),
+        strange_histograms=[
+            (title, draw_strange(titled[title], each, title)) for title, each in unknown["mirrored"].items()
+        ],
+        strange=[
+            *find_strange(mirrored, unknown["mirrored"], "a mirrored digit", 2),
+            *find_strange(photographs, unknown["photographs"], "a piece of a photograph", 1),
+        ],
         reliability=[
             (title, draw_reliability(each, num_bins=10, label=f"Reliability diagram of {title}"))
             for title, each in titled.items()

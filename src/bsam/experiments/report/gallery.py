@@ -21,6 +21,7 @@ _CAPTIONS = {
     "logistic": "These are the predictions of exact Bayes, bSAM, SAM, and SAM with Laplace's approximation (Figure 3).",
     "logistic-posterior": "These are the data of that figure, the exact posterior, and its approximations (appendix).",
     "data-sets": "This is how confident the methods are on 200 data sets. The paper has no such figure.",
+    "certainty": "These are the predictions of SAM and bSAM on two moons, side by side. The paper has no such figure.",
     "moons": "These are the predictions of bSAM, SAM, and SAM with Laplace's approximation on two moons (appendix).",
     "relaxed-bayes": "These are the posteriors of Bayes and of relaxed Bayes, and the gaps of their ELBO (appendix).",
 }
@@ -46,6 +47,6 @@ def gallery(folder: Path) -> Iterator[Shown]:
         source = None
         if path is not None:
             source = f"data:{_TYPES[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"
-        ending = path.suffix if path else ".png"
+        ending = path.suffix if path else ".svg"
         caption = _CAPTIONS.get(name, f"The figure shows {picture.what}.")
         yield Shown(name, caption, f"bsam figure {name} --out {name}{ending}", source)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import bsam
 
-__all__ = ["Answer", "Errors", "Mistake", "count_errors", "find_mistakes"]
+__all__ = ["Answer", "Errors", "Mistake", "count_errors", "data_uri", "find_mistakes"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def find_mistakes(images: Tensor, predictions: Mapping[str, bsam.Predictions], c
     order = (times + (sure * wrong).mean(0)).argsort(descending=True)
     return [
         Mistake(
-            _data_uri(images[i]),
+            data_uri(images[i]),
             int(next(iter(named.values()))[1][i]),
             [
                 Answer(name, int(best.indices[i]), float(best.values[i]), bool(best.indices[i] == labels[i]))
@@ -88,7 +88,8 @@ def _labels(predictions: bsam.Predictions) -> Tensor:
     return predictions.labels
 
 
-def _data_uri(image: Tensor) -> str:
+def data_uri(image: Tensor) -> str:
+    """Return a picture of raw grey values (1, height, width), dark on white."""
     grey = image.squeeze(0).double()
     ink = (255 * (1 - grey / grey.max().clamp(min=1))).round().to(torch.uint8)
     buffer = io.BytesIO()

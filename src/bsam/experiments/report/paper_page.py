@@ -27,6 +27,7 @@ from bsam.experiments.paper.results import PAPER_SEEDS
 from bsam.experiments.record import read_json
 from bsam.experiments.recorded_runs import recorded
 from bsam.experiments.report.diagrams import draw_curves, draw_reliability
+from bsam.experiments.report.doubt_section import doubt_section
 from bsam.experiments.report.overview import draw_panels
 from bsam.experiments.report.page import write_page
 from bsam.experiments.reproduce.show import (
@@ -119,6 +120,8 @@ def write_paper_page(path: Path, records: Path, figures: Path, progress: Callabl
         progress(study.file)
         found = _study(study, records)
         (studies if found["rows"] else missing).append(found)
+    progress("doubt")
+    doubt = doubt_section(records)
     progress(path.as_posix())
     return write_page(
         path,
@@ -134,6 +137,7 @@ def write_paper_page(path: Path, records: Path, figures: Path, progress: Callabl
         num_runs=len(environments),
         studies=studies,
         missing=missing,
+        doubt=doubt,
         tuning=_tuning(_beside(records, "tuning_cifar10.json")),
         demo=_demo(_beside(records, "demo.json")),
         pictures=list(gallery(figures)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -150,33 +151,48 @@ def ablate(
 @taking(Work)
 def tune(
     what: Annotated[str, typer.Argument(help="cifar10, or a TOML file with a grid.")],
-    out: Annotated[Path | None, typer.Option(help="The record.", show_default="results/tuning_WHAT.json")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The record.", show_default="results/tuning_WHAT.json, or tuning_WHAT_search.json"),
+    ] = None,
+    search: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Let Optuna propose N settings between those of the grid.")
+    ] = None,
     *,
     options: Work,
 ) -> None:
     """Choose settings on a held-out part of the training data; the test data are not used.
 
-    Trains every setting of a grid, and writes one record with all tries and the
-    one with the lowest NLL. After Ctrl-C or a crash the same command goes on. Example:
+    Trains every setting of a grid, or with --search those that Optuna proposes, and writes one record with all
+    tries and the one with the lowest NLL. After Ctrl-C or a crash the same command goes on. Examples:
 
     [bold]bsam tune cifar10 --data data --jobs 4[/bold]
+
+    [bold]bsam tune my-grid.toml --search 40[/bold]
     """
     from bsam.experiments.config import toml_value
     from bsam.experiments.record import write_json
     from bsam.experiments.reproduce.carry_out import carry_out
+    from bsam.experiments.reproduce.search import Search, carry_out_search, collect_search
     from bsam.experiments.reproduce.show import tuning_table
     from bsam.experiments.reproduce.tuning import collect_tries, execute_tries, plan_tries, read_tuning
 
     dtype, runs = options.precision, options.runs or Path("runs")
     tuning = replace(read_tuning(what), dtype=dtype)
-    path = out or Path("results") / f"tuning_{tuning.name}.json"
-    plan = plan_tries(tuning, runs)
-    failed = carry_out(plan, "full", runs, options, work=execute_tries)
+    command = f"bsam tune {what}{f' --precision {dtype}' if dtype else ''}"
+    if search is None:
+        failed = carry_out(plan_tries(tuning, runs), "full", runs, options, work=execute_tries)
+        collect = functools.partial(collect_tries, tuning, runs)
+    else:
+        tuning = replace(tuning, name=f"{tuning.name}_search")  # the tries of a grid are never pruned
+        searched, command = Search(tuning, search, runs.absolute()), f"{command} --search {search}"
+        failed = carry_out_search(searched, options)
+        collect = functools.partial(collect_search, searched)
     if options.dry_run:
         return
     if failed:
         raise typer.Exit(1)  # a choice needs all tries
-    record = collect_tries(tuning, runs, f"bsam tune {what}{f' --precision {dtype}' if dtype else ''}")
+    record, path = collect(command), out or Path("results") / f"tuning_{tuning.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, record)
     console = Console()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Generic
 
 import torch
 import typer
@@ -19,17 +20,17 @@ from rich.table import Table
 from bsam.experiments.choices import Scale
 from bsam.experiments.config import Config
 from bsam.experiments.options import Work
-from bsam.experiments.reproduce.cluster import check_address, connected, marked
 from bsam.experiments.reproduce.execute import execute
+from bsam.experiments.reproduce.machines import check_options, find_storage, machines
 from bsam.experiments.reproduce.plan import Plan, Task
 from bsam.experiments.reproduce.show import scale_note
-from bsam.experiments.reproduce.storage import Storage, work_in_storage
+from bsam.experiments.reproduce.storage import work_in_storage
 from bsam.experiments.reproduce.timing import estimate, estimate_elsewhere, read_records
-from bsam.experiments.reproduce.workers import run_all, share_cores
+from bsam.experiments.reproduce.workers import Item, share_cores
 from bsam.experiments.runs import choose_device
 from bsam.experiments.stacks import find_stack
 
-__all__ = ["carry_out"]
+__all__ = ["Piece", "carry_out", "run_pieces"]
 
 
 def carry_out(plan: Plan, scale: Scale, records: Path, options: Work, *, work: Callable[..., None] = execute) -> bool:
@@ -44,70 +45,55 @@ def carry_out(plan: Plan, scale: Scale, records: Path, options: Work, *, work: C
         options: How to run them. For the default number of workers see `share_cores`.
         work: Completes tasks that differ in seeds and rates only.
     """
+    check_options(options)
     console = Console(stderr=True)
-    if options.on is not None:
-        check_address(options.on)
-        _show_plan(console, plan, scale, records, 1, None)
-        if options.dry_run or not plan.tasks:
-            return False
-        return _carry_out_on_ray(console, plan.tasks, scale, options, work)
-    if options.storage is not None or options.cores is not None or options.gpus is not None:
-        raise ValueError("--storage, --cores and --gpus are for Ray: write also --on ray, or --on ray://HOST:PORT.")
-    device = choose_device(options.device)
-    jobs, threads = share_cores(options.jobs, small=scale == "tiny")
-    torch.set_num_threads(threads)
+    small, device, jobs = scale == "tiny", None, 1
+    if options.on is None:
+        device = choose_device(options.device)
+        jobs, threads = share_cores(options.jobs, small=small)
+        torch.set_num_threads(threads)
     _show_plan(console, plan, scale, records, jobs, device)
     if options.dry_run or not plan.tasks:
         return False
-    bound = functools.partial(work, device=options.device, data=options.data, save_minutes=options.save_minutes)
-    run = functools.partial(run_all, work=bound, jobs=jobs, threads=threads, retries=options.retries)
-    return _run(console, _groups(plan.tasks, options, stacked=device.type == "cuda"), run)
-
-
-def _carry_out_on_ray(
-    console: Console, tasks: Sequence[Task], scale: Scale, options: Work, work: Callable[..., None]
-) -> bool:
-    """Run tasks on Ray; return whether a run failed."""
-    assert options.on is not None
-    storage = None
-    if options.storage is not None:
-        storage = Storage(options.storage if scale == "full" else f"{options.storage.rstrip('/')}/{scale}")
-    tasks = [replace(task, folder=task.folder.absolute(), record=task.record.absolute()) for task in tasks]
-    folders = {folder for task in tasks for folder in (task.folder.parent, task.record.parent)}
-    with marked(*folders):  # raises at once if they cannot be written
+    storage, tasks = find_storage(options, scale), plan.tasks
+    if options.on is not None:
+        tasks = tuple(replace(each, folder=each.folder.absolute(), record=each.record.absolute()) for each in tasks)
+    folders = [folder for task in tasks for folder in (task.folder.parent, task.record.parent)]
+    with machines(options, small=small, folders=folders, storage=storage) as found:
         if storage is not None:
-            storage.check()
-    cores = options.cores or 1
-    with connected(options.on, cores=cores, gpus=options.gpus, device=options.device) as cluster:
-        if storage is not None:
-            cluster.check_storage(storage)
             storage.fetch(tasks)
-        else:
-            cluster.check_folders(*folders)
-        bound = functools.partial(
-            work,
-            device=options.device or (None if cluster.gpus else "cpu"),
-            data=None if options.data is None else options.data.absolute(),
-            save_minutes=options.save_minutes,
-        )
+        groups = stack_tasks(tasks, options.stack_size) if found.stacked else [[task] for task in tasks]
+        bound = functools.partial(work, **found.settings)
         if storage is not None:
             bound = functools.partial(work_in_storage, work=bound, storage=storage)
-        run = functools.partial(
-            cluster.run_all, work=bound, jobs=options.jobs, retries=options.retries, wait=storage is None
-        )
-        return _run(console, _groups(tasks, options, stacked=cluster.gpus > 0), run, storage)
+        pieces = [Piece(_title(group), len(group), group) for group in groups]
+        after = (lambda piece: storage.fetch(piece.item)) if storage is not None else None
+        return run_pieces(console, pieces, functools.partial(found.run_all, work=bound), after)
 
 
-def _groups(tasks: Sequence[Task], options: Work, *, stacked: bool) -> list[list[Task]]:
-    """Group the tasks: those of a group are trained together."""
-    stacked = stacked if options.stack_seeds is None else options.stack_seeds
-    return stack_tasks(tasks, options.stack_size) if stacked else [[task] for task in tasks]
+@dataclass(frozen=True)
+class Piece(Generic[Item]):
+    """A piece of work for one worker at a time."""
+
+    title: str
+    num_runs: int
+    item: Item
 
 
-def _run(
-    console: Console, groups: list[list[Task]], run: Callable[..., dict[int, str]], storage: Storage | None = None
+def run_pieces(
+    console: Console,
+    pieces: Sequence[Piece[Item]],
+    run: Callable[..., dict[int, str]],
+    after: Callable[[Piece[Item]], None] | None = None,
 ) -> bool:
-    """Run all groups with progress bars; return whether a run failed."""
+    """Run all pieces with progress bars; return whether one of them failed.
+
+    Args:
+        console: Where to show them.
+        pieces: The pieces.
+        run: Runs their items, like `bsam.experiments.reproduce.workers.run_all` with its work.
+        after: Called with each piece that has ended.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -119,40 +105,41 @@ def _run(
     shares: dict[int, float] = {}
     bars: dict[int, TaskID] = {}
     with Progress(*columns, console=console) as progress:
-        overall = progress.add_task("", total=len(groups))
+        overall = progress.add_task("", total=len(pieces))
 
         def show(index: int, share: float) -> None:
             shares[index] = share
             if index not in bars:
-                bars[index] = progress.add_task(_title(groups[index]), total=1)
+                bars[index] = progress.add_task(pieces[index].title, total=1)
             progress.update(bars[index], completed=share)
             refresh()
 
         def end(index: int, error: str | None) -> None:
-            if storage is not None:
-                storage.fetch(groups[index])
+            if after is not None:
+                after(pieces[index])
             shares[index] = 1.0
             finished.append(index)
             if index in bars:
                 progress.remove_task(bars.pop(index))
             if error is not None:
-                progress.console.print(f"{_title(groups[index])}: {escape(error)}", highlight=False, style="red")
+                progress.console.print(f"{pieces[index].title}: {escape(error)}", highlight=False, style="red")
             refresh()
 
         def leave(index: int, reason: str) -> None:
-            elsewhere.append(_title(groups[index]))
+            elsewhere.append(pieces[index].title)
             if index in bars:
                 progress.remove_task(bars.pop(index))
 
         def refresh() -> None:
-            done = f"{sum(len(groups[index]) for index in finished)} of {sum(map(len, groups))} runs"
-            progress.update(overall, completed=sum(shares.values()), description=done)
+            done = sum(pieces[index].num_runs for index in finished)
+            whole = f"{done} of {sum(piece.num_runs for piece in pieces)} runs"
+            progress.update(overall, completed=sum(shares.values()), description=whole)
 
         finished: list[int] = []
         elsewhere: list[str] = []
         refresh()
         try:
-            errors = run(groups, on_progress=show, on_end=end, on_busy=leave)
+            errors = run([piece.item for piece in pieces], on_progress=show, on_end=end, on_busy=leave)
         except KeyboardInterrupt:
             progress.stop()
             console.print("stopped; the runs are saved. The same command goes on with them.")
@@ -163,6 +150,9 @@ def _run(
             "same command shows the results.",
             highlight=False,
         )
+    if errors:
+        names = ", ".join(pieces[index].title for index in sorted(errors))
+        console.print(f"Not done: {escape(names)}. The same command tries them again.", highlight=False)
     return bool(errors)
 
 

@@ -87,20 +87,19 @@ def connected(on: str, *, cores: int = 1, gpus: float | None = None, device: str
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if on == "ray":
-        ray.init(address="local", num_cpus=available_cores(), include_dashboard=False, **quiet)
-    else:
-        parts = urlsplit(on)
+    start: dict[str, Any] = {"address": "local", "num_cpus": available_cores(), "include_dashboard": False}
+    hint = "Is the machine overloaded?"
+    if on != "ray":
+        parts, start = urlsplit(on), {"address": on}
         hint = "Start the cluster (`ray start --head`), and write the host of its head and the port for clients, 10001."
         try:
             socket.create_connection((parts.hostname or "", parts.port or 0), _SECONDS_TO_CONNECT).close()
         except OSError as error:
             raise ConnectionError(f"--on {on}: nothing answers there ({error.strerror or error}). {hint}") from error
-        try:
-            ray.init(on, **quiet)
-        except Exception as error:  # a ConnectionError, or a RuntimeError if the versions differ
-            reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-            raise ConnectionError(f"--on {on}: Ray does not answer there ({reason[0]}). {hint}") from error
+    try:
+        ray.init(**start, **quiet)
+    except Exception as error:  # a ConnectionError, or another one if the versions differ, or if Ray cannot start
+        raise ConnectionError(f"--on {on}: Ray does not answer ({_last_line(error)}). {hint}") from error
     try:
         if gpus is None:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0

@@ -16,6 +16,7 @@ from bsam.experiments.reproduce.plan import Task
 from bsam.experiments.runs import Run, RunBusyError, holds_run, is_finished
 from bsam.experiments.stacks import Stack, find_stack
 from bsam.experiments.suites import evaluate_suites, record_ensemble_suites
+from bsam.experiments.trainer import Trainer
 from bsam.files import locked
 
 __all__ = ["execute", "publish"]
@@ -33,6 +34,7 @@ def execute(
     data: Path | None = None,
     save_minutes: float = 5.0,
     on_divergence: Callable[[Task, FloatingPointError], None] = _raise,
+    watch: Callable[[Stack], None] = lambda stack: None,
 ) -> None:
     """Complete tasks that differ in seeds and rates only.
 
@@ -44,6 +46,7 @@ def execute(
         data: Folder of the data sets.
         save_minutes: Time between two checkpoints.
         on_divergence: Called with a task that diverged, when all others are done. By default it raises the error.
+        watch: Called after each step, and after each epoch, with the stack. An exception ends the training.
 
     Raises:
         RunBusyError: Another process, here or on another machine, is training one of the runs.
@@ -55,7 +58,7 @@ def execute(
                 locks.enter_context(locked(task.folder.with_name(f".{task.folder.name}.lock"), wait=False))
             except BlockingIOError:
                 raise RunBusyError(f"another process is training the run in {task.folder}.") from None
-        errors = _train(tasks, report, device, data, save_minutes)
+        errors = _train(tasks, report, device, data, save_minutes, watch)
         done: list[Task] = []
         prepare = functools.cache(prepared)  # for all tasks, so that a pass is compiled once
         for task in tasks:
@@ -75,7 +78,12 @@ def execute(
 
 
 def _train(
-    tasks: Sequence[Task], report: Callable[[float], None], device: str | None, data: Path | None, save_minutes: float
+    tasks: Sequence[Task],
+    report: Callable[[float], None],
+    device: str | None,
+    data: Path | None,
+    save_minutes: float,
+    watch: Callable[[Stack], None],
 ) -> dict[Path, FloatingPointError]:
     """Train all runs that are not finished; return the errors of those that diverged, by folder."""
     begun = [task for task in tasks if holds_run(task.folder)]
@@ -92,8 +100,13 @@ def _train(
     errors: dict[Path, FloatingPointError] = {}
     while queue:
         stack = queue.popleft()()
+
+        def on_step(trainer: Trainer, stack: Stack = stack) -> None:
+            report(trainer.progress / trainer.config.total_epochs)
+            watch(stack)
+
         try:
-            stack.train(every_minutes=save_minutes, on_step=lambda t: report(t.progress / t.config.total_epochs))
+            stack.train(every_minutes=save_minutes, on_step=on_step)
             continue
         except FloatingPointError as error:
             found = error.with_traceback(None)  # the traceback would keep the step and its memory on the device

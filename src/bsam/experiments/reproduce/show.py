@@ -145,8 +145,9 @@ def tuning_rows(record: dict[str, Any]) -> list[tuple[str, list[str]]]:
     """Return settings and metrics of each try, the lowest NLL first."""
     rows = []
     for tried in sorted(record["tries"], key=lambda each: math.inf if each["nll"] is None else each["nll"]):
-        if any("diverged" in seed for seed in tried["seeds"]):
-            row = ["diverged"] * len(TITLES)
+        ended = [word for word in ("diverged", "pruned") if any(word in seed for seed in tried["seeds"])]
+        if ended:
+            row = ended[:1] * len(TITLES)
         else:
             row = [number(metric, *mean_and_sd(values_of(tried["seeds"], metric))) for metric in TITLES]
         rows.append((", ".join(f"{name} = {value}" for name, value in tried["settings"].items()), row))

@@ -17,7 +17,7 @@ from typing import Any
 
 import fsspec
 
-from bsam.experiments.record import read_json
+from bsam.experiments.record import read_json, write_json
 from bsam.experiments.reproduce.execute import publish
 from bsam.experiments.reproduce.plan import Task
 from bsam.experiments.runs import RunBusyError
@@ -71,7 +71,7 @@ class Storage:
         for task in tasks:
             own = self._files.find(f"{self._root}/{_folder(task)}")
             beside = self._files.find(f"{self._root}/{task.name}", maxdepth=1)
-            wanted = (f"seed{task.seed}.json", "ensemble.json", "stack.toml", "stack.safetensors")
+            wanted = (f"seed{task.seed}.json", "ensemble.json", "pairs.json", "stack.toml", "stack.safetensors")
             found += own + [
                 path for path in beside if path.rpartition("/")[2] in (*wanted, "stack.previous.safetensors")
             ]
@@ -113,11 +113,14 @@ class Storage:
                 of_task = PurePosixPath(name).relative_to(PurePosixPath(task.name))
                 path, record = task.folder.parent / of_task, task.record.parent / of_task
                 self.pull(name, path)
-                if len(of_task.parts) == 1 and of_task.suffix == ".json" and path != record:
-                    content = read_json(path)
-                    known = read_json(record).get("members", 0) if record.exists() else 0
-                    if content.get("members", 1) >= known:  # an ensemble of more runs stays
-                        publish(content, record)
+                if len(of_task.parts) > 1 or of_task.suffix != ".json" or path == record:
+                    continue
+                content = read_json(path)
+                if "members" not in content:
+                    publish(content, record)
+                elif not record.exists() or read_json(record)["members"] <= content["members"]:
+                    record.parent.mkdir(parents=True, exist_ok=True)
+                    write_json(record, content)  # an ensemble of more runs stays
 
 
 def _folder(task: Task) -> str:

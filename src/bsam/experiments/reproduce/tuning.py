@@ -1,7 +1,7 @@
 """Tuning: the settings of a grid are tried with a part of the training data held out, and rated on that part.
 
 The test part is never predicted. Runs are in `runs/tune/NAME/EPOCHS-epochs/SETTINGS/seedK`; a run that diverged leaves
-`diverged.json` there. One record has the results of all runs.
+`diverged.json` there, and one that a search pruned `pruned.json`. One record has the results of all runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ from bsam.experiments.reproduce.execute import execute
 from bsam.experiments.reproduce.plan import Plan, Task
 from bsam.experiments.reproduce.scales import shrunk
 
-__all__ = ["RULE", "TUNINGS", "Tuning", "collect_tries", "execute_tries", "plan_tries", "read_tuning"]
+__all__ = [
+    "RULE",
+    "TUNINGS",
+    "Tuning",
+    "collect_tries",
+    "execute_tries",
+    "note_divergence",
+    "plan_tries",
+    "read_tuning",
+]
 
 TUNINGS = {path.stem.removeprefix("tuning_"): path for path in Path(__file__).parent.glob("tuning_*.toml")}
 """The grids that come with the package, by name."""
@@ -54,6 +63,11 @@ class Tuning:
     """Dtype of the gradients, if not the preset's."""
     temperatures: tuple[float, ...] = ()
     """Temperatures of the posterior, beside the preset's; each try keeps its best one."""
+
+    @property
+    def folder(self) -> str:
+        """Folder of the tries, in that of the runs."""
+        return f"tune/{self.name}/{self.epochs}-epochs{f'-{self.dtype}' if self.dtype else ''}"
 
     @property
     def tries(self) -> list[tuple[dict[str, Any], Config]]:
@@ -108,8 +122,7 @@ def plan_tries(tuning: Tuning, runs: Path) -> Plan:
 
 def _task(tuning: Tuning, options: dict[str, Any], config: Config, seed: int, runs: Path) -> Task:
     words = re.sub(r"[^\w.=,+-]+", "-", ",".join(f"{name}={value}" for name, value in options.items()))
-    dtype = f"-{tuning.dtype}" if tuning.dtype else ""
-    name = f"tune/{tuning.name}/{tuning.epochs}-epochs{dtype}/{words}"
+    name = f"{tuning.folder}/{words}"
     base = preset(tuning.base)
     differences = [f"{f}={toml_value(getattr(config, f))}" for f in FIELDS if getattr(config, f) != getattr(base, f)]
     return Task(
@@ -129,18 +142,19 @@ def _task(tuning: Tuning, options: dict[str, Any], config: Config, seed: int, ru
 
 def execute_tries(tasks: Sequence[Task], report: Callable[[float], None], **options: Any) -> None:
     """Do what `execute` does, but a try that diverged is a result and no error."""
-    execute(tasks, report, on_divergence=_note, **options)
+    execute(tasks, report, on_divergence=note_divergence, **options)
 
 
-def _note(task: Task, error: FloatingPointError) -> None:
+def note_divergence(task: Task, error: FloatingPointError) -> None:
+    """Write that a try diverged."""
     write_json(task.folder / "diverged.json", {"diverged": str(error)})
 
 
 def _outcome(task: Task, temperature: float | None) -> dict[str, Any] | None:
     """Return the result of a finished task with this temperature, or None."""
-    diverged = task.folder / "diverged.json"
-    if diverged.is_file():
-        return {"seed": task.seed, **read_json(diverged)}
+    for ended in (task.folder / "diverged.json", task.folder / "pruned.json"):
+        if ended.is_file():
+            return {"seed": task.seed, **read_json(ended)}
     if not task.record.is_file():
         return None
     record = read_json(task.record)

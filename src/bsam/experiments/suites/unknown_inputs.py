@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bsam.experiments.data import Dataset, load
+from bsam.experiments.data import Dataset, load_test
 
 __all__ = ["UNKNOWN", "unknown_images"]
 
@@ -28,7 +28,7 @@ UNKNOWN: dict[str, dict[str, str]] = {
     "fashionmnist": {"mnist": "far"},
     "mnist-standardised": {"fashionmnist": "far"},
     "fashionmnist-standardised": {"mnist": "far"},
-    "digits": {"turned": "near", "photographs": "far"},
+    "digits": {"mirrored": "near", "photographs": "far"},
 }
 """By data set: the unknown sets, and whether they are near or far."""
 
@@ -37,7 +37,7 @@ def unknown_images(known: Dataset, name: str, folder: Path | None) -> Tensor:
     """Return the images of an unknown set in the format of the known one: uint8 (n, channels, height, width)."""
     if name in _MADE:
         return _MADE[name](known)
-    images = load(name, folder).test[0]
+    images, _ = load_test(name, folder)
     channels, _, width = known.image_shape
     if images.shape[-1] == 2 * width:
         images = F.avg_pool2d(images.float(), 2).round().to(torch.uint8)
@@ -50,11 +50,11 @@ def unknown_images(known: Dataset, name: str, folder: Path | None) -> Tensor:
 # ------------------------------------------------------------------ unknown sets that need no files
 
 
-def _turned(known: Dataset) -> Tensor:
-    """Return the digits 2, 3, 4, 5 and 7 of the test set, turned by 90 degrees: no longer digits."""
+def _mirrored(known: Dataset) -> Tensor:
+    """Return the test digits but 0, 1 and 8, mirrored left to right: no longer digits."""
     images, labels = known.test
-    chosen = torch.isin(labels, torch.tensor([2, 3, 4, 5, 7], device=labels.device))
-    return images[chosen].rot90(1, dims=(-2, -1))
+    chosen = ~torch.isin(labels, torch.tensor([0, 1, 8], device=labels.device))
+    return images[chosen].flip(-1)
 
 
 def _photographs(known: Dataset) -> Tensor:
@@ -70,4 +70,4 @@ def _photographs(known: Dataset) -> Tensor:
     return torch.cat(windows).round().to(torch.uint8).to(known.device)
 
 
-_MADE: dict[str, Callable[[Dataset], Tensor]] = {"turned": _turned, "photographs": _photographs}
+_MADE: dict[str, Callable[[Dataset], Tensor]] = {"mirrored": _mirrored, "photographs": _photographs}
