@@ -243,3 +243,19 @@ def test_fixed_shapes(tmp_path):
     with pytest.raises(RuntimeError, match="write dynamic_shapes=None"):
         found.export(x)
     assert_same(found.export(x, dynamic_shapes=None).module()(x), found(x), 1e-6)
+
+
+def test_a_limited_number_of_examples():
+    """PyTorch's BatchNorm on CUDA asks whether there are more than 65,535 examples; here a network asks for seven."""
+
+    class Limited(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.shape[0] <= 7 else super().forward(2 * x)
+
+    model, x = seeded(lambda: Limited(D, K), torch.float32), vectors(8).float()
+    found = Predictor(model, gaussian(model), num_samples=2)
+    program = found.export(x[:5]).module()
+    for n in (7, 1):
+        assert_same(program(x[:n]), found(x[:n]), 1e-6)
+    with pytest.raises((AssertionError, RuntimeError), match="7"):
+        program(x)

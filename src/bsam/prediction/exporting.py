@@ -43,7 +43,9 @@ def export_program(predictor: Predictor, inputs: Any, dynamic_shapes: Any, unrol
 
 def _program(predictor: Predictor, call: _Call, expected: dict[str, Tensor], unrolled: bool) -> ExportedProgram:
     module = _Exported(predictor.unrolled() if unrolled else predictor, call.signature)
-    program = torch.export.export(module, call.arguments, call.keywords, dynamic_shapes=call.shapes)
+    arguments, keywords = pytree.tree_map_only(Tensor, Tensor.detach, (call.arguments, call.keywords))
+    # Not the caller's tensors: torch.export marks those whose sizes may change.
+    program = torch.export.export(module, arguments, keywords, dynamic_shapes=call.shapes)
     _compare("torch.export", expected, call.run(program.module()))
     return program
 
@@ -125,8 +127,7 @@ class _Call:
         return self.named
 
     def _free_batch(self) -> dict[str, Any]:
-        """Return the `dynamic_shapes` that leave the number of examples free."""
-        batch = Dim("batch")
+        """Return the `dynamic_shapes` that leave the number of examples free, up to a limit that the network sets."""
 
         def shape_of(value: Any) -> dict[int, Any] | None:
             if not isinstance(value, Tensor) or value.ndim == 0:
@@ -136,7 +137,7 @@ class _Call:
                     "inputs has one example, from which torch.export cannot see which sizes are the number of "
                     "examples: give two or more."
                 )
-            return {0: batch}
+            return {0: Dim.DYNAMIC}  # a named Dim refuses limits: BatchNorm on CUDA asks for at most 65,535
 
         return {name: pytree.tree_map(shape_of, value) for name, value in self.named.items()}
 

@@ -306,7 +306,7 @@ class Predictor(nn.Module):
             inputs: Inputs of two or more examples: a tensor, a tuple of positional arguments, or a dictionary of
                 keywords. They show the shapes, and are predicted once to compare the program with the predictor.
             dynamic_shapes: Which sizes may change, as for `torch.export.export`. By default dimension 0 of all tensors,
-                the number of examples. None fixes all sizes.
+                the number of examples. None fixes all sizes. If the network limits the number, the program does, too.
             unroll: False: the network is in the program once, in a loop over the samples. True: it is there for each
                 sample, which takes longer to export; layers before all sampled weights then run once in ONNX Runtime.
                 None: the loop, and unrolled where that is not possible.
