@@ -6,6 +6,7 @@ A fresh interpreter would spend two seconds of work on imports, which is most of
 import os
 import sys
 import tempfile
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from subprocess import TimeoutExpired
 
@@ -14,6 +15,7 @@ import torch.multiprocessing as mp
 
 __all__ = ["SERVER", "Command", "call"]
 
+get_temp_dir()  # its folder outlives those of the tests, which name others for temporary files
 SERVER = mp.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
