@@ -35,8 +35,8 @@ def doubt_section(records: Path) -> dict[str, Any]:
 
 
 def _drawn(rows: Sequence[DoubtRow]) -> list[DoubtRow]:
-    """Return the rows of the figures: all methods, and the ensembles of SGD and bSAM; the table has the others."""
-    wanted = {METHODS[method].title for method in ("sgd", "bsam")}
+    """Return the rows of the figures: all methods, and ensembles of the first one and of bSAM; the table has all."""
+    wanted = {rows[0].label, _OURS} if rows else set()
     return [row for row in rows if "×" not in row.label or row.label.partition(" × ")[2] in wanted]
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bsam.experiments.figures import FIGURES
-
 __all__ = ["Shown", "gallery"]
 
 _CAPTIONS = {
@@ -41,12 +39,11 @@ class Shown:
 
 
 def gallery(folder: Path) -> Iterator[Shown]:
-    """Yield all figures, with the images that are in the folder."""
-    for name, picture in FIGURES.items():
+    """Yield the figures of the theory, with the images that are in the folder."""
+    for name, caption in _CAPTIONS.items():
         path = next((path for ending in _TYPES if (path := folder / f"{name}{ending}").is_file()), None)
         source = None
         if path is not None:
             source = f"data:{_TYPES[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"
         ending = path.suffix if path else ".svg"
-        caption = _CAPTIONS.get(name, f"The figure shows {picture.what}.")
         yield Shown(name, caption, f"bsam figure {name} --out {name}{ending}", source)
