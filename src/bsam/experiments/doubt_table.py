@@ -18,6 +18,7 @@ from bsam.experiments.paper.beyond import all_tables, beyond
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.record import read_json
 from bsam.experiments.recorded_runs import recorded, same_run
+from bsam.experiments.suites import SUITES
 
 __all__ = ["COLUMNS", "Column", "DoubtRow", "command_for", "doubt_rows", "score_rows"]
 
@@ -109,7 +110,7 @@ def doubt_rows(records: Path, table: str = "table1", block: str = "cifar10") -> 
     for row in found.rows:
         if row.preset in beyond():
             continue
-        folder, samples = records / same_run(row.preset)[0], str(row.samples)
+        folder, samples = records / same_run(row.preset)[0], row.samples
         gradients = METHODS[preset(row.preset).method].gradients
         runs = list(_with_suites((run.suites for run in recorded(records, row.preset, "full").values()), samples))
         if runs:
@@ -131,9 +132,10 @@ def _read(path: Path) -> dict[str, Any]:
     return record if record.get("scale", "full") == "full" else {}
 
 
-def _with_suites(found: Iterable[Mapping[str, Any]], samples: str) -> Iterator[Suites]:
+def _with_suites(found: Iterable[Mapping[str, Any]], samples: int) -> Iterator[Suites]:
     for suites in found:
-        numbers = {name: each[samples] for name, each in suites.items() if samples in each}
+        names = {suite: str(*SUITES[suite].counts([samples])) for suite in suites}
+        numbers = {suite: each[names[suite]] for suite, each in suites.items() if names[suite] in each}
         if numbers:
             yield numbers
 

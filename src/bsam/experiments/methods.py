@@ -26,6 +26,9 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 _MANY_STEPS = 1e6
 """Steps after which beta^step is 0 in float64 for every beta up to 0.999; float32 counts on from it exactly."""
+_TEST_SET = 10_000
+_MANY_PREDICTIONS = 256 * _TEST_SET
+"""Predictions of single samples that take longer than compiling a pass."""
 
 
 # ------------------------------------------------------------------ how an optimizer is made
@@ -118,8 +121,10 @@ def _laplace(trainer: Trainer) -> bsam.Posterior:
     return bsam.laplace(trainer.model, "categorical", train, prior_precision=trainer.config.prior_precision)
 
 
-def _average(model: nn.Module, posterior: bsam.Posterior, data: Any, num_samples: int, seed: int) -> bsam.Predictions:
-    pays = num_samples >= 256 and next(model.parameters()).is_cuda  # compiling takes as long as hundreds of passes
+def _average(
+    model: nn.Module, posterior: bsam.Posterior, data: Any, num_samples: int, seed: int, num_examples: int
+) -> bsam.Predictions:
+    pays = num_samples * num_examples >= _MANY_PREDICTIONS and next(model.parameters()).is_cuda
     return bsam.predict(
         model,
         posterior,
@@ -133,11 +138,11 @@ def _average(model: nn.Module, posterior: bsam.Posterior, data: Any, num_samples
 
 
 def _linearised(
-    model: nn.Module, posterior: bsam.Posterior, data: Any, num_samples: int, seed: int
+    model: nn.Module, posterior: bsam.Posterior, data: Any, num_samples: int, seed: int, num_examples: int
 ) -> bsam.Predictions:
     if num_samples and isinstance(posterior, bsam.DiagonalGaussian):
         return bsam.predict_linearised(model, posterior, data, num_samples=num_samples, seed=seed)
-    return _average(model, posterior, data, num_samples, seed)
+    return _average(model, posterior, data, num_samples, seed, num_examples)
 
 
 def _first_curvature(config: Config, num_data: int) -> float:
@@ -164,8 +169,8 @@ class Method:
     """The settings that its optimizer takes under their own names. All take `lr`, `beta1` and `prior_precision`."""
     posterior: Callable[[Trainer], bsam.Posterior] = _point
     """Returns the posterior after training; a point by default."""
-    predict: Callable[[nn.Module, bsam.Posterior, Any, int, int], bsam.Predictions] = _average
-    """Predicts from a model, a posterior, data, a number of samples and a seed."""
+    predict: Callable[[nn.Module, bsam.Posterior, Any, int, int, int], bsam.Predictions] = _average
+    """Predicts from a model, a posterior, data, a number of samples, a seed and the number of examples."""
     step: Callable[[Optimizer, Loss, Tensor, Tensor], Tensor] = _closure_step
     """Takes one step in a loop, and returns the loss."""
     gradients: int = 1
@@ -226,9 +231,19 @@ def make_optimizer(config: Config, model: nn.Module, num_data: int, *, seed: int
 
 
 def predict(
-    config: Config, model: nn.Module, posterior: bsam.Posterior, data: Any, *, num_samples: int, seed: int = 0
+    config: Config,
+    model: nn.Module,
+    posterior: bsam.Posterior,
+    data: Any,
+    *,
+    num_samples: int,
+    seed: int = 0,
+    num_examples: int = _TEST_SET,
 ) -> bsam.Predictions:
-    """Predict by the average over samples or, for a Laplace approximation, by the linearised model."""
+    """Predict by the average over samples or, for a Laplace approximation, by the linearised model.
+
+    On CUDA, many predictions are made by a compiled pass; `num_examples` need not be exact.
+    """
     if config.temperature != 1:
         posterior = posterior.temper(config.temperature)
-    return METHODS[config.method].predict(model, posterior, data, num_samples, seed)
+    return METHODS[config.method].predict(model, posterior, data, num_samples, seed, num_examples)

@@ -43,6 +43,18 @@ def test_a_corruption_is_its_transcription(kind, images):
         assert difference.mean() <= usual, strength
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_device_sees_the_same_images(kind, images):
+    usual, most = ALLOWED.get(kind, (0.01, 1))
+    for strength in STRENGTHS:
+        found = corrupt(images.cuda(), kind, strength).cpu().int()
+        difference = (found - corrupt(images, kind, strength).int()).abs()
+        assert difference.max() <= most, strength
+        assert difference.double().mean() <= usual, strength
+
+
 def test_shot_noise_has_the_variance_of_counts():
     gray = torch.full((20, 3, 32, 32), 102, dtype=torch.uint8)
     values = corrupt(gray, "shot_noise", 3).double() / 255

@@ -44,6 +44,9 @@ def test_all_suites_of_colour_images_are_recorded(colour_run, colour_data):
     assert found["corruptions"]["2"]["mean"]["ece"] == pytest.approx(sum(values) / 75, rel=1e-5)
     assert len(json.dumps(found)) < 20_000
 
+    (few,) = evaluate_suites(colour_run, ["corruptions"], device="cpu").values()
+    assert list(few) == ["8"]  # of the 32 in the run's settings
+
     (colour_data / "cifar10h-counts.npy").unlink()
     with pytest.raises(FileNotFoundError, match=r"cifar10h-counts.npy is missing.*leave out the suite"):
         evaluate_suites(colour_run, ["human"], samples=[1], device="cpu")

@@ -17,6 +17,11 @@ def test_all_means_those_that_fit():
     assert all("rejection" in choose(["shift"], dataset) for dataset in DATASETS)
 
 
+def test_corruptions_take_fewer_samples():
+    assert SUITES["unknown"].counts([0, 32]) == (0, 32)
+    assert SUITES["corruptions"].counts([0, 4, 32, 128]) == (0, 4, 8)
+
+
 @pytest.mark.parametrize(
     ("suite", "dataset", "message"),
     [
@@ -41,7 +46,8 @@ def test_a_recorded_run_without_the_suite_is_left_to_do(tmp_path):
     plan = make_plan(wanted, seeds=2, first_seed=5, scale="full", places=places, suites=["shift"])
     assert [task.seed for task in plan.tasks] == [5, 6]
     assert plan.tasks[0].suites == tuple(SUITES)
-    text = path.read_text()
-    path.write_text(text.replace('"seconds"', '"suites": {"rejection": {"32": {}}}, "seconds"'))
-    plan = make_plan(wanted, seeds=1, first_seed=5, scale="full", places=places, suites=["rejection"])
-    assert not plan.tasks
+    suites = '"suites": {"rejection": {"32": {}}, "corruptions": {"8": {}}}, "seconds"'
+    path.write_text(path.read_text().replace('"seconds"', suites))
+    for asked, left in ((["rejection", "corruptions"], 0), (["unknown"], 1)):
+        plan = make_plan(wanted, seeds=1, first_seed=5, scale="full", places=places, suites=asked)
+        assert len(plan.tasks) == left

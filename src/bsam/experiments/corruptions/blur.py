@@ -21,7 +21,8 @@ def defocus_blur(x: Tensor, draw: Draw, radius: float, alias: float) -> Tensor:
     weights = weights / weights.sum()
     kernel = F.conv2d((disk / disk.sum())[None, None], torch.outer(weights, weights)[None, None], padding=1)
     channels = x.shape[1]
-    return F.conv2d(F.pad(x, (half,) * 4, mode="reflect"), kernel.to(x).repeat(channels, 1, 1, 1), groups=channels)
+    with torch.backends.cudnn.flags(enabled=False):  # cuDNN may use TensorFloat-32, which has 11 bits
+        return F.conv2d(F.pad(x, (half,) * 4, mode="reflect"), kernel.to(x).repeat(channels, 1, 1, 1), groups=channels)
 
 
 def glass_blur(x: Tensor, draw: Draw, sigma: float, reach: int, times: int) -> Tensor:

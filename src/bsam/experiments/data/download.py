@@ -34,14 +34,22 @@ def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
     return Path(chosen).expanduser()
 
 
-def fetch(info: DatasetInfo, folder: Path) -> None:
-    """Download missing files; existing files are not touched, even if they are wrong."""
+def fetch(info: DatasetInfo, folder: Path, *, test_only: bool = False) -> None:
+    """Download missing files; existing files are not touched, even if they are wrong.
+
+    Args:
+        info: The data set.
+        folder: The folder of all data sets.
+        test_only: Leave out files that only the training set needs. An archive is downloaded whole.
+    """
     for name, url in info.urls.items():
         path = folder / name
         if name.endswith((".tar.gz", ".zip")):
             if not (folder / info.folder).exists():
                 _download(url, path, info.md5[name])
                 _unpack(path, folder / info.folder)
+        elif test_only and name in info.train_files:
+            continue
         elif not path.exists() and not path.with_suffix("").exists():  # torchvision keeps the unpacked file beside it
             _download(url, path, info.md5[name])
 

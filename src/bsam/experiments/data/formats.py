@@ -27,7 +27,15 @@ from bsam.experiments.data.progress import ProgressBar
 from bsam.experiments.data.table import DatasetInfo
 from bsam.files import naming, read_file, write_file
 
-__all__ = ["Arrays", "read_cifar", "read_mnist", "read_tiny_imagenet", "read_tiny_test"]
+__all__ = [
+    "Arrays",
+    "read_cifar",
+    "read_cifar_test",
+    "read_mnist",
+    "read_mnist_test",
+    "read_tiny_imagenet",
+    "read_tiny_test",
+]
 
 Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 """Inputs and labels."""
@@ -75,12 +83,17 @@ def _check(info: DatasetInfo, arrays: Arrays, num: int, where: Path) -> Arrays:
 
 def read_mnist(info: DatasetInfo, folder: Path) -> tuple[Arrays, Arrays]:
     """Read training and test set from idx files, compressed or not."""
+    return _read_mnist(info, folder, info.train_files, info.num_train), read_mnist_test(info, folder)
 
-    def read(names: tuple[str, ...], num: int) -> Arrays:
-        images, labels = (_read_idx(info, folder, name, dims) for name, dims in zip(names, (3, 1), strict=True))
-        return _check(info, (images[:, None], labels.astype(np.int64)), num, folder / info.folder)
 
-    return read(info.train_files, info.num_train), read(info.test_files, info.num_test)
+def read_mnist_test(info: DatasetInfo, folder: Path) -> Arrays:
+    """Read the test set alone; the files of the training set need not be there."""
+    return _read_mnist(info, folder, info.test_files, info.num_test)
+
+
+def _read_mnist(info: DatasetInfo, folder: Path, names: tuple[str, ...], num: int) -> Arrays:
+    images, labels = (_read_idx(info, folder, name, dims) for name, dims in zip(names, (3, 1), strict=True))
+    return _check(info, (images[:, None], labels.astype(np.int64)), num, folder / info.folder)
 
 
 def _read_idx(info: DatasetInfo, folder: Path, name: str, num_dims: int) -> NDArray[np.uint8]:
@@ -113,12 +126,17 @@ def _parse_idx(content: bytes, num_dims: int) -> NDArray[np.uint8]:
 
 def read_cifar(info: DatasetInfo, folder: Path) -> tuple[Arrays, Arrays]:
     """Read training and test set from Python 2 pickles; CIFAR-100 with its fine labels."""
+    return _read_cifar(info, folder, info.train_files, info.num_train), read_cifar_test(info, folder)
 
-    def read(names: tuple[str, ...], num: int) -> Arrays:
-        images, labels = zip(*(_read_batch(info, folder, name) for name in names), strict=True)
-        return _check(info, (np.concatenate(images), np.concatenate(labels)), num, folder / info.folder)
 
-    return read(info.train_files, info.num_train), read(info.test_files, info.num_test)
+def read_cifar_test(info: DatasetInfo, folder: Path) -> Arrays:
+    """Read the test set alone; the files of the training set need not be there."""
+    return _read_cifar(info, folder, info.test_files, info.num_test)
+
+
+def _read_cifar(info: DatasetInfo, folder: Path, names: tuple[str, ...], num: int) -> Arrays:
+    images, labels = zip(*(_read_batch(info, folder, name) for name in names), strict=True)
+    return _check(info, (np.concatenate(images), np.concatenate(labels)), num, folder / info.folder)
 
 
 def _read_batch(info: DatasetInfo, folder: Path, name: str) -> Arrays:

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from bsam.experiments.data.download import data_folder, fetch
 from bsam.experiments.data.embedded import Labelled, digits, two_moons
-from bsam.experiments.data.formats import Arrays, read_cifar, read_mnist, read_tiny_imagenet, read_tiny_test
+from bsam.experiments.data.formats import (
+    Arrays,
+    read_cifar,
+    read_cifar_test,
+    read_mnist,
+    read_mnist_test,
+    read_tiny_imagenet,
+    read_tiny_test,
+)
 from bsam.experiments.data.table import DATASETS, DatasetInfo
 
 __all__ = ["Dataset", "load", "load_test"]
@@ -118,12 +126,10 @@ def load(
 
 
 def load_test(name: str, folder: str | os.PathLike[str] | None = None) -> Labelled:
-    """Load the test part of a data set on the CPU. Of TinyImageNet, the training images are not read."""
-    if name != "tinyimagenet":
-        return load(name, folder).test
+    """Load the test part of a data set of `TEST_READERS` on the CPU; files of the training part need not be there."""
     info, root = DATASETS[name], data_folder(folder)
-    fetch(info, root)
-    images, labels = read_tiny_test(info, root)
+    fetch(info, root, test_only=True)
+    images, labels = TEST_READERS[name](info, root)
     return torch.from_numpy(images), torch.from_numpy(labels)
 
 
@@ -162,3 +168,12 @@ READERS: dict[str, Callable[[DatasetInfo, Path], tuple[Arrays, Arrays]]] = {
     "moons": _read_moons,
 }
 """Functions that read training and test part from the data folder, by data set."""
+
+TEST_READERS: dict[str, Callable[[DatasetInfo, Path], Arrays]] = {
+    "mnist": read_mnist_test,
+    "fashionmnist": read_mnist_test,
+    "cifar10": read_cifar_test,
+    "cifar100": read_cifar_test,
+    "tinyimagenet": read_tiny_test,
+}
+"""Functions that read the test part alone, of the data sets that are unknown inputs for others."""

@@ -15,7 +15,7 @@ from bsam.experiments.record import read_json, write_json
 from bsam.experiments.reproduce.plan import Task
 from bsam.experiments.runs import Run, RunBusyError, holds_run, is_finished
 from bsam.experiments.stacks import Stack, find_stack
-from bsam.experiments.suites import evaluate_suites, record_ensemble_suites
+from bsam.experiments.suites import SUITES, evaluate_suites, record_ensemble_suites
 from bsam.experiments.trainer import Trainer
 from bsam.files import locked
 
@@ -126,8 +126,8 @@ def _evaluate(task: Task, **options: Any) -> None:
         missing = [count for count in counts if evaluation_name(count, temperature, task.config) not in done]
         if missing:
             evaluate(task.folder, samples=missing, part=task.part, temperature=temperature, **options)
-    if task.suites:
-        evaluate_suites(task.folder, task.suites, samples=task.samples, **options)
+    for suite in task.suites:
+        evaluate_suites(task.folder, [suite], samples=SUITES[suite].counts(task.samples), **options)
     origin = {"scale": task.scale, "changes": list(task.changes)} if task.changes else {"scale": task.scale}
     publish({**read_json(run_record), **origin}, task.record)
 
@@ -138,10 +138,10 @@ def _write_ensemble(task: Task, data: Path | None) -> None:
     members = write_ensemble(
         path, task.folder.parent, task.part, preset=task.preset, scale=task.scale, config=task.config
     )
-    names = [str(count) for count in task.samples]
-    kept = [f"{suite}-{name}" for suite in task.suites for name in names]
+    names = {suite: [str(count) for count in SUITES[suite].counts(task.samples)] for suite in task.suites}
+    kept = [f"{suite}-{name}" for suite, each in names.items() for name in each]
     if kept and members and all((run / "suites" / each).is_dir() for run in members for each in kept):
-        record_ensemble_suites(path, members, task.suites, names, task.config, data)
+        record_ensemble_suites(path, members, names, task.config, data)
 
 
 def publish(content: dict[str, Any], record: Path) -> None:

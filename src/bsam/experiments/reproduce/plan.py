@@ -14,7 +14,7 @@ from bsam.experiments.methods import METHODS
 from bsam.experiments.paper.beyond import all_tables, beyond, own_dtype
 from bsam.experiments.recorded_runs import Recorded, recorded, same_run
 from bsam.experiments.reproduce.scales import scaled
-from bsam.experiments.suites import choose
+from bsam.experiments.suites import SUITES, choose
 
 __all__ = ["Places", "Plan", "Task", "Wanted", "find_places", "find_recorded", "make_plan", "settle", "wanted_by_table"]
 
@@ -58,7 +58,7 @@ class Task:
     temperatures: tuple[float, ...] = ()
     """Temperatures of further evaluations, beside the one of its settings."""
     suites: tuple[str, ...] = ()
-    """Suites to evaluate, with `samples`."""
+    """Suites to evaluate, with `samples` or fewer."""
     also: tuple[int, ...] = ()
     """Further numbers of samples for new evaluations; a record without them is complete, too."""
 
@@ -202,10 +202,14 @@ def make_plan(
                 record=places.records / name / f"seed{seed}.json",
                 **(later if scale == "full" and not METHODS[config.method].is_point else {}),
             )
-            done = seed in found and all(
-                str(count) in known
-                for known in (found[seed].test, *(found[seed].suites.get(suite, {}) for suite in fitting))
-                for count in counts
+            done = (
+                seed in found
+                and all(str(count) in found[seed].test for count in counts)
+                and all(
+                    str(count) in found[seed].suites.get(suite, {})
+                    for suite in fitting
+                    for count in SUITES[suite].counts(counts)
+                )
             )
             (there if done else left).append(task)
     return Plan(tuple(left), tuple(there))

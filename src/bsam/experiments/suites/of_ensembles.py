@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def evaluate_ensemble_suites(
 
 
 def record_ensemble_suites(
-    path: Path, runs: Sequence[Path], suites: Sequence[str], names: Sequence[str], config: Config, data: Path | None
+    path: Path, runs: Sequence[Path], names: Mapping[str, Sequence[str]], config: Config, data: Path | None
 ) -> None:
     """Add suites to the record of an ensemble, and write `pairs.json` beside it: ensembles of two runs.
 
@@ -92,15 +92,17 @@ def record_ensemble_suites(
     Args:
         path: The record, which `bsam.experiments.ensemble.write_ensemble` wrote.
         runs: The folders of the members.
-        suites: The suites that all members have evaluated.
-        names: Names of the evaluations.
+        names: By suite that all members have evaluated: the names of its evaluations.
         config: Settings of the runs.
         data: Folder of the data sets.
     """
     known = load(config.dataset, data)
 
     def rated(members: Sequence[Path]) -> Results:
-        return {suite: {name: rate_average(members, suite, name, known, data) for name in names} for suite in suites}
+        return {
+            suite: {name: rate_average(members, suite, name, known, data) for name in each}
+            for suite, each in names.items()
+        }
 
     record = read_json(path)
     write_json(path, {**record, "suites": rated(runs)})
@@ -109,7 +111,7 @@ def record_ensemble_suites(
         members = [run, runs[(k + 1) % len(runs)]]
         found = {
             name: average([bsam.Predictions.load(each / f"predictions-test-{name}.safetensors") for each in members])
-            for name in names
+            for name in dict.fromkeys(name for each in names.values() for name in each)
         }
         evaluations = {
             name: evaluation_of(each, bsam.metrics.summary(each, num_bootstrap=0)) for name, each in found.items()

@@ -33,7 +33,9 @@ __all__ = ["Results", "check_run", "check_suites", "evaluate_suites"]
 
 Results = dict[str, dict[str, dict[str, Any]]]
 """By suite and evaluation: the numbers, as `bsam.experiments.suites.ratings` returns them."""
-_BATCH = 500
+_BATCHES = (2500, 1000, 500)
+"""Images per batch: the largest for which a pass has at most `_PASS` inputs. All divide 10,000: one compiled pass."""
+_PASS = 20_000
 
 
 _kept: dict[tuple[str, str, str, Path | None], dict[str, Tensor]] = {}
@@ -84,8 +86,8 @@ def evaluate_suites(
     Args:
         folder: The folder of a finished run.
         suites: Names of `SUITES`, or `shift` for all that fit.
-        samples: As for `bsam.experiments.evaluate.evaluate`; the other arguments, too.
-        temperature: Temperature of the posterior.
+        samples: Numbers of samples. The default is in the run's settings; a suite may take fewer, see `Suite.counts`.
+        temperature: As for `bsam.experiments.evaluate.evaluate`; the other arguments, too.
         device: Where to predict.
         data: Folder of the data sets.
         seed: Seed of the samples.
@@ -103,16 +105,23 @@ def evaluate_suites(
     chosen = choose(suites, trained.dataset)
     where = data or remembered_data(folder)
     seed = record["seed"] if seed is None else seed
-    counts = [trained.num_samples] if samples is None else list(samples)
+    given = None if samples is None else list(samples)
     loaded = functools.cache(
         lambda: prepare(trained.dataset, trained.model, trained.validation, choose_device(device), where)
     )
     origin = {"seed": seed, "posterior_sha256": sha256_of(folder / "posterior.safetensors")}
-    names = {evaluation_name(count, temperature, trained): count for count in counts}
+    wanted = {
+        suite: {
+            evaluation_name(count, temperature, trained): count
+            for count in (SUITES[suite].counts([trained.num_samples]) if given is None else given)
+        }
+        for suite in chosen
+    }
+    names = {name: count for each in wanted.values() for name, count in each.items()}
     missing = {
         (suite, name): count
         for suite in chosen
-        for name, count in names.items()
+        for name, count in wanted[suite].items()
         if again or not _is_made(folder, suite, name, record, origin)
     }
     if missing:
@@ -149,7 +158,7 @@ def evaluate_suites(
             }
             write_json(path, content)
     found = read_json(path)["suites"]
-    return {suite: {name: found[suite][name] for name in names} for suite in chosen}
+    return {suite: {name: found[suite][name] for name in wanted[suite]} for suite in chosen}
 
 
 def _is_made(folder: Path, suite: str, name: str, record: Mapping[str, Any], origin: Mapping[str, Any]) -> bool:
@@ -172,15 +181,17 @@ def _predict_sets(
     if not images:
         return {}
     labels = dataset.test[1] if SUITES[suite].keeps_labels else None
+    size = next((size for size in _BATCHES if count * size <= _PASS), _BATCHES[-1])
 
     def batches() -> Iterator[Any]:
         for each in images.values():
-            for start in range(0, len(each), _BATCH):
-                x = dataset.normalise(each[start : start + _BATCH])
-                yield x if labels is None else (x, labels[start : start + _BATCH])
+            for start in range(0, len(each), size):
+                x = dataset.normalise(each[start : start + size])
+                yield x if labels is None else (x, labels[start : start + size])
 
     posterior = bsam.load_posterior(folder / "posterior.safetensors")
-    whole = predict(config, model, posterior, batches(), num_samples=count, seed=seed)
+    total = sum(len(each) for each in images.values())
+    whole = predict(config, model, posterior, batches(), num_samples=count, seed=seed, num_examples=total)
     sets, start = {}, 0
     for name, each in images.items():
         sets[name] = _rows(whole, slice(start, start + len(each)))

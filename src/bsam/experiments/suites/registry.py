@@ -38,6 +38,13 @@ class Suite:
     """Whether its sets have the labels of the test set."""
     about: Callable[[Dataset, Path | None], Any] = lambda known, folder: None
     """Returns what `rate` needs to know beside predictions."""
+    most_samples: int | None = None
+    """The largest number of samples, unless more are asked for."""
+
+    def counts(self, samples: Iterable[int]) -> tuple[int, ...]:
+        """Return the numbers of samples that it takes for a run that is evaluated with `samples`."""
+        most = self.most_samples
+        return tuple(sorted({count if most is None else min(count, most) for count in samples}))
 
 
 def _no_unknown(dataset: str) -> str | None:
@@ -77,6 +84,7 @@ SUITES: dict[str, Suite] = {
         misfit=_no_corruption,
         images=_all_corrupted,
         keeps_labels=True,
+        most_samples=8,  # for 750,000 images
     ),
     "human": Suite("people's answers", rate_people, people_table, misfit=_no_people, about=read_answers),
 }
