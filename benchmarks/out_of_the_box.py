@@ -47,7 +47,7 @@ import torch
 from torch import nn
 
 import bsam
-from benchmarks import few_data, small_problems
+from benchmarks import few_data, many_data, small_problems
 from benchmarks.small_problems import Data, average_loss, predict
 from bsam.experiments.record import environment, to_json, write_json
 
@@ -56,8 +56,12 @@ SETS = {
     "judged": small_problems.JUDGED,
     "few-choosing": few_data.CHOOSING,
     "few-judged": few_data.JUDGED,
+    "many-choosing": many_data.CHOOSING,
+    "many-judged": many_data.JUDGED,
 }
 PROBLEMS = {name: problem for problems in SETS.values() for name, problem in problems.items()}
+SOURCE = {name: module for module in (small_problems, few_data, many_data) for name in module.CHOOSING | module.JUDGED}
+"""The file of each problem."""
 NUM_SAMPLES, NUM_RANDOM = 32, 8
 SGD_LINE = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
 ADAMW_LINE = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
@@ -185,7 +189,7 @@ class Run:
         group.pop("params")  # the rest is what the package adds to the settings
         known = [
             self.problem,
-            source_hash(few_data if self.problem in few_data.CHOOSING | few_data.JUDGED else small_problems),
+            source_hash(SOURCE[self.problem]),
             self.optimizer,
             group,
             self.settings,
