@@ -84,7 +84,10 @@ SOURCES = ("sgd", "adamw")
 
 
 def make_optimizer(name: str, model: nn.Module, settings: dict[str, Any], *, num_data: int, seed: int) -> Any:
-    """The optimizer of a model. `weight_decay_as_prior` w of one that has a prior is prior_precision = w N."""
+    """The optimizer of a model. `weight_decay_as_prior` w of one that has a prior is prior_precision = w N.
+
+    `max_curvature_data` c of bSAM makes its curvature sqrt(min(N, c) s) |g|, which was tried and rejected.
+    """
     settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
     parameters = model.parameters()
     if name in ("SGD", "AdamW"):
@@ -94,6 +97,10 @@ def make_optimizer(name: str, model: nn.Module, settings: dict[str, Any], *, num
     if "converted_from" in settings:
         convert = getattr(getattr(bsam, name), settings.pop("converted_from"))
         return convert(parameters, num_data=num_data, module=model, seed=seed, **settings)
+    if "max_curvature_data" in settings:
+        limit = settings.pop("max_curvature_data")
+        limited = type("BSAM", (bsam.BSAM,), {"_curvature_num_data": property(lambda self: min(num_data, limit))})
+        return limited(parameters, num_data=num_data, module=model, seed=seed, **settings)
     if "weight_decay_as_prior" in settings:
         settings["prior_precision"] = settings.pop("weight_decay_as_prior") * num_data
     return getattr(bsam, name)(parameters, num_data=num_data, module=model, seed=seed, **settings)

@@ -43,7 +43,7 @@ IMAGES = Path("docs/images/variances")
 def train(name: str, x: Tensor, y: Tensor, epochs: int, seed: int, visit: Any = None) -> tuple[nn.Module, bsam.BSAM]:
     """Train a network with bSAM; `visit(epoch, model, optimizer)` is called after each epoch."""
     model = make_model(name, num_classes=10, image_shape=(1, 28, 28), seed=seed)
-    optimizer = bsam.BSAM(model.parameters(), num_data=len(x), max_curvature_data=None, module=model, seed=seed)
+    optimizer = bsam.BSAM(model.parameters(), num_data=len(x), module=model, seed=seed)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * -(-len(x) // BATCH_SIZE))
     generator = torch.Generator().manual_seed(seed)
     for epoch in range(1, epochs + 1):

@@ -37,12 +37,12 @@ def bsam(
     sampled=1.0,
     perturbed=1.0,
     from_sample: bool = True,
-    C: float = 1.0,
+    sqrt_num_data: bool = False,
     prior: Callable[[np.ndarray], np.ndarray] = lambda omega: np.zeros_like(omega),
 ):
     """Algorithm 1, red boxes, with lines 3 to 6 replaced by the m-sharpness listing, rho restored in its line 5. Its
-    line 6 is at theta_k + epsilon_k, or at omega + epsilon_k, as Algorithm 1 prints it; its line 8 may have a
-    factor sqrt(C), the derivation's for C = N. Its line 3 may have a precision prior(omega) on top of N s. Yields (omega, s, g_m, loss) after
+    line 6 is at theta_k + epsilon_k, or at omega + epsilon_k, as Algorithm 1 prints it; its line 8 may have the
+    derivation's sqrt(N). Its line 3 may have a precision prior(omega) on top of N s. Yields (omega, s, g_m, loss) after
     each step; noise(t, k) is standard normal."""
     omega = omega.copy()
     s = np.full_like(omega, s_0)  # line 1
@@ -64,7 +64,7 @@ def bsam(
             g_eps += len(part) / B * g_eps_k
             loss += len(part) / B * loss_k
         g_m = beta1 * g_m + (1 - beta1) * (g_eps + delta * omega)  # line 7
-        h = np.sqrt(C) * np.sqrt(s) * (abs_g if mean_abs else np.abs(g))
+        h = (np.sqrt(N) if sqrt_num_data else 1.0) * np.sqrt(s) * (abs_g if mean_abs else np.abs(g))
         s = beta2 * s + (1 - beta2) * (h + delta + gamma)  # line 8
         omega = omega - alpha * g_m / s  # line 9
         yield omega.copy(), s.copy(), g_m.copy(), loss

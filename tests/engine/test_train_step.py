@@ -96,7 +96,6 @@ def test_groups_have_their_own_options(name, special):
         {"max_grad_norm": 0.05},
         {"perturb_from": "mean"},
         {"curvature": "abs_mean"},
-        {"sqrt_num_data": True, "max_curvature_data": 9.0},
         {"sample_noise": False},
         {"batch_norm": "none"},
     ],

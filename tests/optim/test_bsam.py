@@ -64,13 +64,12 @@ def empirical_prior(model, max_noise):
 @pytest.mark.parametrize("sample_noise", [True, False])
 @pytest.mark.parametrize("size", [12, 10])  # 10 = 3 + 3 + 2 + 2: ragged
 @pytest.mark.parametrize(
-    ("perturb_from", "factor", "max_noise"),
-    [("sample", None, 0.1), ("sample", False, None), ("mean", False, None), ("mean", 9.0, 0.3)],
+    ("perturb_from", "sqrt_num_data", "max_noise"),
+    [("sample", True, 0.1), ("sample", False, None), ("mean", False, None), ("mean", True, 0.3)],
 )
-def test_matches_the_transcription(name, splits, form, sample_noise, size, perturb_from, factor, max_noise):
+def test_matches_the_transcription(name, splits, form, sample_noise, size, perturb_from, sqrt_num_data, max_noise):
     problem = PROBLEMS[name]()
     N = 2 * len(problem.x)
-    without = factor is False
     optimizer = bsam.BSAM(
         problem.model.parameters(),
         lr=0.05,
@@ -84,8 +83,7 @@ def test_matches_the_transcription(name, splits, form, sample_noise, size, pertu
         splits=splits,
         perturb_from=perturb_from,
         curvature=form,
-        sqrt_num_data=not without,
-        max_curvature_data=None if without else factor,
+        sqrt_num_data=sqrt_num_data,
         max_noise=max_noise,
         sample_noise=sample_noise,
         max_grad_norm=None,
@@ -109,7 +107,7 @@ def test_matches_the_transcription(name, splits, form, sample_noise, size, pertu
         mean_abs=form == "mean_abs",
         sampled=float(sample_noise),
         from_sample=perturb_from == "sample",
-        C=1.0 if without else factor or N,
+        sqrt_num_data=sqrt_num_data,
         **({} if max_noise is None else {"prior": empirical_prior(problem.model, max_noise)}),
     )
     start = problem.weights()
@@ -133,7 +131,8 @@ def test_matches_the_transcription_on_cuda(nonfinite):
     settings |= {"max_noise": None, "max_grad_norm": None}
     optimizer = bsam.BSAM(problem.model.parameters(), **settings, num_data=40, splits=4, nonfinite=nonfinite)
     options = {"alpha": 0.05, "beta1": 0.9, "beta2": 0.999, "rho": 0.01, "delta": 25 / 40, "gamma": 0.1}
-    expected = reference.bsam(gradient, start, minibatches, flat_noise(problem.model), N=40, C=40, m=4, **options)
+    options["sqrt_num_data"] = True
+    expected = reference.bsam(gradient, start, minibatches, flat_noise(problem.model), N=40, m=4, **options)
     for (omega, s, _, _), (weights, _) in zip(expected, run(problem, optimizer, minibatches), strict=True):
         np.testing.assert_allclose(weights, omega, rtol=1e-9)
         np.testing.assert_allclose(flat_state(optimizer, "unit_precision"), s, rtol=1e-9)
@@ -228,17 +227,14 @@ def test_both_curvatures_agree_for_one_split_and_differ_for_more():
     assert np.all(precision("mean_abs", 8) > precision("abs_mean", 8))  # |mean| <= mean | |
 
 
-@pytest.mark.parametrize(
-    ("C", "options"),
-    [(100, {}), (1, {"sqrt_num_data": False}), (25, {"max_curvature_data": 25}), (100, {"max_curvature_data": None})],
-)
-def test_stationary_precision_on_a_quadratic(C, options):
+@pytest.mark.parametrize("sqrt_num_data", [True, False])
+def test_stationary_precision_on_a_quadratic(sqrt_num_data):
     """On 1/2 h w^2 with the mean held at the minimum, g = h e and e ~ N(0, 1 / (N s)), so
 
         E[sqrt(s) |g|] = sqrt(s) h sqrt(2 / pi) / sqrt(N s) = h sqrt(2 / (pi N))
 
     whatever s is. The average of line 8 is therefore delta + gamma + h sqrt(2 / (pi N)): because algorithm and code
-    leave out the sqrt(N) of the derivation, not delta + gamma + h. With a factor sqrt(C) it is h sqrt(2 C / (pi N)).
+    leave out the sqrt(N) of the derivation, not delta + gamma + h.
     """
     h = torch.tensor([0.5, 2.0, 10.0, 40.0], dtype=torch.float64).repeat(500)
     w = nn.Parameter(torch.zeros(2000, dtype=torch.float64))
@@ -251,7 +247,7 @@ def test_stationary_precision_on_a_quadratic(C, options):
         damping=gamma,
         betas=(0.9, 0.98),
         rho=0.01,
-        **options,
+        sqrt_num_data=sqrt_num_data,
         seed=5,
     )
     mean_s = torch.zeros_like(h)
@@ -259,7 +255,7 @@ def test_stationary_precision_on_a_quadratic(C, options):
         optimizer.step(lambda: 0.5 * (h * w**2).sum())
         if step >= 400:
             mean_s += optimizer.state[w]["unit_precision"] / 400
-    expected = delta + gamma + h[:4] * math.sqrt(2 * C / (math.pi * N))
+    expected = delta + gamma + h[:4] * math.sqrt(2 / (math.pi * (1 if sqrt_num_data else N)))
     torch.testing.assert_close(mean_s.view(500, 4).mean(0), expected, rtol=0.005, atol=0)
 
 
@@ -371,13 +367,11 @@ def test_a_state_without_an_option_was_trained_as_it_was_before():
     state = optimizer.state_dict()
     assert state["param_groups"][0].pop("perturb_from") == "sample"
     assert state["param_groups"][0].pop("sqrt_num_data")
-    assert state["param_groups"][0].pop("max_curvature_data") == 1000
     assert state["param_groups"][0].pop("max_noise") == 0.5
     loaded = bsam.BSAM(problem.model.parameters(), num_data=40)
     loaded.load_state_dict(state)
     assert loaded.param_groups[0]["perturb_from"] == "mean"
     assert loaded.param_groups[0]["sqrt_num_data"] is False
-    assert loaded.param_groups[0]["max_curvature_data"] is None
     assert loaded.param_groups[0]["max_noise"] is None
 
 

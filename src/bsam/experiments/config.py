@@ -60,7 +60,6 @@ class Config:
         "the |g| of bSAM: the mean of |g| over the parts, or |mean of g over the parts|",
     ] = "mean_abs"
     sqrt_num_data: Annotated[bool, "whether bSAM's curvature has the derivation's factor sqrt(N)"] = False
-    max_curvature_data: Annotated[float | None, "limit of the N in this factor; null is no limit"] = None
     max_noise: Annotated[
         float | None, "limit of bSAM's noise, as a share of the weights of a matrix; null is no limit"
     ] = None

@@ -207,16 +207,7 @@ METHODS = {
     "bsam": Method(
         "bSAM",
         _gaussian(bsam.BSAM),
-        (
-            *_BAYES,
-            "rho",
-            "perturb_from",
-            "curvature",
-            "sqrt_num_data",
-            "max_curvature_data",
-            "max_noise",
-            "sample_noise",
-        ),
+        (*_BAYES, "rho", "perturb_from", "curvature", "sqrt_num_data", "max_noise", "sample_noise"),
         posterior=_learned,
         gradients=2,
     ),

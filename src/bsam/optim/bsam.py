@@ -163,17 +163,11 @@ class BSAM(GaussianOptimizer):
         "perturb_from",
         "curvature",
         "sqrt_num_data",
-        "max_curvature_data",
         "max_noise",
         "sample_noise",
     )
     rates: ClassVar[tuple[str, ...]] = (*GaussianOptimizer.rates, "damping", "rho")
-    absent_options: ClassVar[dict[str, Any]] = {
-        "perturb_from": "mean",
-        "sqrt_num_data": False,
-        "max_curvature_data": None,
-        "max_noise": None,
-    }
+    absent_options: ClassVar[dict[str, Any]] = {"perturb_from": "mean", "sqrt_num_data": False, "max_noise": None}
 
     def __init__(
         self,
@@ -192,7 +186,6 @@ class BSAM(GaussianOptimizer):
         perturb_from: str = "sample",
         curvature: str = "mean_abs",
         sqrt_num_data: bool = True,
-        max_curvature_data: float | None = 1000.0,
         max_noise: float | None = 0.5,
         sample_noise: bool = True,
         nonfinite: str = "raise",
@@ -220,7 +213,6 @@ class BSAM(GaussianOptimizer):
             "perturb_from": perturb_from,
             "curvature": curvature,
             "sqrt_num_data": sqrt_num_data,
-            "max_curvature_data": max_curvature_data,
             "max_noise": max_noise,
             "sample_noise": sample_noise,
             "nonfinite": nonfinite,
@@ -321,8 +313,6 @@ class BSAM(GaussianOptimizer):
         options.positive("init_precision", group["init_precision"])
         options.one_of("perturb_from", group["perturb_from"], ("sample", "mean"))
         options.one_of("curvature", group["curvature"], ("mean_abs", "abs_mean"))
-        if group["max_curvature_data"] is not None:
-            options.positive("max_curvature_data", group["max_curvature_data"], "Write None for no limit.")
         if group["max_noise"] is not None:
             options.positive("max_noise", group["max_noise"], "Write None for no limit.")
         for name in ("perturb", "sample_noise", "sqrt_num_data"):
@@ -334,11 +324,7 @@ class BSAM(GaussianOptimizer):
 
     @property
     def _curvature_num_data(self) -> float:
-        """The C of h = sqrt(C s) |g|."""
-        if not self._option("sqrt_num_data"):
-            return 1.0
-        N, limit = self.effective_num_data, self._option("max_curvature_data")
-        return N if limit is None else min(N, float(limit))
+        return self.effective_num_data if self._option("sqrt_num_data") else 1.0
 
     def _unit_precision(self, slot: Slot) -> Tensor:
         s: Tensor = slot.state["unit_precision"]

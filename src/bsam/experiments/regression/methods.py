@@ -156,13 +156,7 @@ _ADAM: dict[str, Any] = {
 }
 _IVON: dict[str, Any] = {"betas": (0.9, 0.995), "initial_hessian": 0.5}
 _VOGN: dict[str, Any] = {"betas": (0.9, 0.995)}
-_BSAM: dict[str, Any] = {
-    "rho": 0.001,
-    "prior_precision": 1.0,
-    "max_curvature_data": None,
-    "max_noise": None,
-    "max_grad_norm": None,
-}
+_BSAM: dict[str, Any] = {"rho": 0.001, "prior_precision": 1.0, "max_noise": None, "max_grad_norm": None}
 
 METHODS: dict[str, Method] = {
     "adam": Method("Adam", **_ADAM),
