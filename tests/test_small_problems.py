@@ -127,29 +127,6 @@ def test_only_adapters_and_the_head_of_the_adapted_transformer_are_trained():
     assert trained == {"up", "down"}
 
 
-def test_a_converted_step_is_sgds():
-    """Without noise, adversarial step, curvature and clipping."""
-    settings = converted("BSAM", sgd={"lr": 0.1, "momentum": 0.0, "weight_decay": 1e-3})
-    weights = {}
-    for optimizer, options in {
-        "SGD": {"lr": 0.1, "weight_decay": 1e-3},
-        "BSAM": {**settings, "rho": 0.0, "sample_noise": False, "betas": (0.0, 1 - 1e-9), "max_grad_norm": None},
-    }.items():
-        torch.manual_seed(0)
-        model = torch.nn.Linear(3, 1)
-        made = out_of_the_box.make_optimizer(optimizer, model, options, num_data=50, seed=0)
-        x = torch.ones(4, 3)
-        for _ in range(3):
-            if optimizer == "SGD":
-                made.zero_grad()
-                model(x).square().mean().backward()
-                made.step()
-            else:
-                made.step(lambda x, model=model: model(x).square().mean(), x)
-        weights[optimizer] = model.weight.detach().clone()
-    torch.testing.assert_close(weights["BSAM"], weights["SGD"])
-
-
 def test_bsam_is_converted_by_the_package():
     model = torch.nn.Linear(3, 1)
     for source, line in (("sgd", out_of_the_box.SGD_LINE), ("adamw", out_of_the_box.ADAMW_LINE)):

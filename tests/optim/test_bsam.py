@@ -717,10 +717,18 @@ def test_numbers_of_numpy_and_numbers_too_large():
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.01])
-def test_from_sgd_takes_the_steps_of_sgd_where_there_is_no_curvature(momentum, weight_decay):
+def test_the_algebra_of_sgd_gives_its_steps_where_there_is_no_curvature(momentum, weight_decay):
     problem, twin = logistic(), logistic()
-    still = {"rho": 0.0, "sample_noise": False, "betas": (momentum, 1 - 1e-15)}  # s stays at 1
-    ours = bsam.BSAM.from_sgd(problem.model.parameters(), 0.1, momentum, weight_decay, num_data=40, **still)
+    still = {"rho": 0.0, "sample_noise": False, "sqrt_num_data": False, "max_grad_norm": None}
+    ours = bsam.BSAM(
+        problem.model.parameters(),
+        lr=0.1 / (1 - momentum),
+        num_data=40,
+        weight_decay=weight_decay,
+        betas=(momentum, 1 - 1e-15),  # s stays at 1
+        damping=1 - weight_decay,
+        **still,
+    )
     sgd = torch.optim.SGD(twin.model.parameters(), 0.1, momentum, weight_decay=weight_decay)
     for _ in range(20):
         ours.step(problem.loss_fn, problem.x, problem.y)
@@ -730,22 +738,25 @@ def test_from_sgd_takes_the_steps_of_sgd_where_there_is_no_curvature(momentum, w
     np.testing.assert_allclose(problem.weights(), twin.weights(), rtol=1e-10)
 
 
-def test_from_sgd_starts_where_it_stays():
-    (parameter,) = [nn.Parameter(torch.ones(2))]
-    optimizer = bsam.BSAM.from_sgd([parameter], 0.1, 0.9, 5e-4, num_data=1000)
-    (group,) = optimizer.param_groups
-    assert group["lr"] == pytest.approx(1.0)
-    assert group["prior_precision"] / 1000 + group["damping"] == pytest.approx(group["init_precision"])
+def test_from_sgd_has_the_defaults_and_the_momentum():
+    parameter = nn.Parameter(torch.ones(2))
+    (expected,) = bsam.BSAM([parameter], num_data=1000, betas=(0.8, 0.99)).param_groups
+    for lr, weight_decay in ((0.1, 5e-4), (0.003, 0.01)):
+        (found,) = bsam.BSAM.from_sgd([parameter], lr, 0.8, weight_decay, num_data=1000).param_groups
+        assert found == expected
     with pytest.raises(ValueError, match=r"momentum=1\.0 must lie in"):
         bsam.BSAM.from_sgd([parameter], 0.1, 1.0, num_data=1000)
+    with pytest.raises(ValueError, match=r"lr=0 must be a finite number > 0"):
+        bsam.BSAM.from_sgd([parameter], 0, num_data=1000)
 
 
 def test_from_sgd_converts_the_rates_of_groups():
     first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
     groups = [{"params": [first], "lr": 0.01, "weight_decay": 0.0}, {"params": [second]}]
-    optimizer = bsam.BSAM.from_sgd(groups, 0.1, 0.9, 5e-4, num_data=1000)
+    optimizer = bsam.BSAM.from_sgd(groups, 0.1, 0.9, 1e-4, num_data=1000, rho=0.02)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 1.0])
     assert [group["prior_precision"] for group in optimizer.param_groups] == pytest.approx([0.0, 0.5])
+    assert optimizer.defaults["rho"] == 0.02
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert optimizer.param_groups[2]["lr"] == pytest.approx(1.0)
 

@@ -45,7 +45,7 @@ State of a parameter: `momentum` (g_m), `unit_precision` (s) and `step`; float32
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -58,6 +58,9 @@ from bsam.optim.probing import Gradients, Slot, Tally
 from bsam.optim.variational import GaussianOptimizer
 
 __all__ = ["BSAM", "curvature", "limited", "perturbed", "update"]
+
+_WEIGHT_DECAY = 5e-4
+"""The default of `weight_decay`."""
 
 
 def perturbed(weights: Tensor, g: Tensor, s: Tensor, rho: float | Tensor, *, in_place: bool = False) -> Tensor:
@@ -197,7 +200,7 @@ class BSAM(GaussianOptimizer):
         seed: int = 0,
     ) -> None:
         if prior_precision is None and weight_decay is None:
-            weight_decay = 5e-4
+            weight_decay = _WEIGHT_DECAY
         defaults = {
             "lr": lr,
             "rho": rho,
@@ -233,39 +236,31 @@ class BSAM(GaussianOptimizer):
         num_data: float,
         **further: Any,
     ) -> BSAM:
-        """Make a bSAM whose steps are those of `torch.optim.SGD(params, lr, momentum, weight_decay)` without curvature.
+        """Make a bSAM for a problem on which `torch.optim.SGD(params, lr, momentum, weight_decay)` works.
 
-        At a constant s, line 9 moves the weights by alpha / s times an average of gradients. SGD moves them by
-        lr / (1 - momentum) times that average. So at s = 1 the learning rate of bSAM is lr / (1 - momentum). The
-        damping is 1 - weight_decay, so that s stays at 1. Where gradients are large, s rises above 1, and the steps
-        are shorter than SGD's. At s = 1 the noise has the standard deviation 1 / sqrt(N). Gradients with a norm above 1
-        are scaled down to it, unless `max_grad_norm` says otherwise.
+        SGD's steps can be had exactly (docs/coming_from.md has the algebra), but they are not good for bSAM. Both were
+        tried with several settings on small problems (docs/out_of_the_box.md), and no learning rate or weight decay
+        that was made from SGD's best ones was better than bSAM's defaults. So the learning rate is bSAM's default, 1.
+        If parameter groups have rates of their own, these keep their proportion to `lr`.
+
+        beta1 is SGD's momentum. Weights that SGD decays have bSAM's default weight decay, and the others none. All
+        other options are bSAM's defaults.
 
         Args:
             params: Parameters, named parameters, or groups of them. `lr` and `weight_decay` of a group are SGD's.
-            lr: Learning rate of SGD.
+            lr: Learning rate of SGD. Only the rates of groups are compared with it.
             momentum: Momentum of SGD.
-            weight_decay: Weight decay of SGD.
+            weight_decay: Weight decay of SGD. Only whether it is 0 is used.
             num_data: Number of training examples.
-            further: Options of bSAM that differ from those derived here. By default `rho` is 0.05, as is common for
-                SAM, and `betas` is (momentum, 0.99).
+            further: Options of bSAM that differ from its defaults. To set the learning rate or the strength of the
+                prior, use `bsam.BSAM` with the other settings that `bsam.suggest` prints.
         """
-        options.non_negative("weight_decay", weight_decay)
-        if weight_decay >= 1 or not 0 <= momentum < 1:
-            raise ValueError(
-                f"momentum={momentum} must lie in [0, 1) and weight_decay={weight_decay} below 1, as SGD has them."
-            )
-        settings = {
-            "betas": (momentum, 0.99),
-            "weight_decay": weight_decay,
-            "damping": 1.0 - weight_decay,
-            "init_precision": 1.0,
-            "rho": 0.05,
-            "sqrt_num_data": False,
-        }
+        options.positive("lr", lr)
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum} must lie in [0, 1), as SGD has it.")
+        settings = {"betas": (momentum, 0.99), "weight_decay": weight_decay}
         optimizer = cls(params, lr, num_data=num_data, **{**settings, **further})
-        for group in (optimizer.defaults, *optimizer.param_groups):
-            group["lr"] = group["lr"] / (1 - momentum)
+        optimizer._convert(lambda rate: rate / lr)
         return optimizer
 
     @classmethod
@@ -302,11 +297,15 @@ class BSAM(GaussianOptimizer):
         """
         settings = {"betas": (betas[0], 0.99), "weight_decay": weight_decay}
         optimizer = cls(params, lr, num_data=num_data, **{**settings, **further})
-        prior = 5e-4 * optimizer.effective_num_data
-        for group in (optimizer.defaults, *optimizer.param_groups):
-            group["lr"] = (group["lr"] / 1e-3) ** 0.25
-            group["prior_precision"] = prior if group["prior_precision"] > 0 else 0.0
+        optimizer._convert(lambda rate: (rate / 1e-3) ** 0.25)
         return optimizer
+
+    def _convert(self, rate: Callable[[Any], Any]) -> None:
+        """Convert the learning rate of every group, and give the groups that have a prior the default one."""
+        prior = _WEIGHT_DECAY * self.effective_num_data
+        for group in (self.defaults, *self.param_groups):
+            group["lr"] = rate(group["lr"])
+            group["prior_precision"] = prior if group["prior_precision"] > 0 else 0.0
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

@@ -1,6 +1,6 @@
 """bSAM's settings for a problem on which SGD or AdamW works, with the reason for each number.
 
-The algebra is in `BSAM.from_sgd` and `BSAM.from_adamw`: the settings are read from an optimizer that they make.
+The rules are in `BSAM.from_sgd` and `BSAM.from_adamw`: the settings are read from an optimizer that they make.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def suggest(
 
     Examples:
         >>> suggestion = suggest(sgd={"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}, num_data=50_000)
-        >>> round(suggestion.settings["lr"], 6)
+        >>> suggestion.settings["lr"]
         1.0
-        >>> print(suggestion.reasons["lr"])
-        0.1 / (1 - 0.9): the momentum of SGD is a sum of gradients, that of bSAM an average.
+        >>> print(suggestion.reasons["betas"])
+        The first is SGD's momentum. With the second, s forgets its start in about 230 steps.
     """
     if (sgd is None) == (adamw is None):
         raise ValueError("give either sgd=, like sgd={'lr': 0.1, 'momentum': 0.9}, or adamw=, like adamw={'lr': 1e-3}.")
@@ -93,13 +93,9 @@ def suggest(
 
 def _sgd_reasons(lr: float, momentum: float, weight_decay: float) -> dict[str, str]:
     return {
-        "lr": f"{lr} / (1 - {momentum}): the momentum of SGD is a sum of gradients, that of bSAM an average.",
-        "betas": "The first is SGD's momentum. With the second, s forgets its start in about 100 steps.",
-        "weight_decay": "That of SGD.",
-        "damping": "With it the precision s stays at 1 where gradients are small.",
-        "rho": "A choice, not a conversion: with s = 1 and gradients of norm 1 it is SAM's usual radius.",
-        "sqrt_num_data": "The conversion holds while s is near 1, where the curvature without this factor leaves it.",
-        "max_grad_norm": "Clips the norm of the gradient at the perturbed weights; None clips nothing, as SGD.",
+        "lr": f"The default: on small problems no rate made from SGD's was better. SGD's {lr:g} is not used.",
+        "betas": "The first is SGD's momentum. With the second, s forgets its start in about 230 steps.",
+        **_default_reasons("SGD", weight_decay),
     }
 
 
@@ -107,9 +103,15 @@ def _adamw_reasons(lr: float, betas: tuple[float, float], weight_decay: float) -
     return {
         "lr": f"({lr} / 0.001)^(1/4), a rule found on small problems: AdamW's default becomes that of bSAM.",
         "betas": f"The first is AdamW's. The second is bSAM's default: AdamW's {betas[1]} is for another average.",
-        "weight_decay": "The default, because AdamW decays the weights: how much is usually too little to be a prior."
+        **_default_reasons("AdamW", weight_decay),
+    }
+
+
+def _default_reasons(source: str, weight_decay: float) -> dict[str, str]:
+    return {
+        "weight_decay": f"The default, because {source} decays the weights: how much says little about the prior."
         if weight_decay
-        else "AdamW does not decay the weights.",
+        else f"{source} does not decay the weights.",
         "damping": "The default, chosen on small problems, as are rho, sqrt_num_data and max_grad_norm.",
         "rho": "The default.",
         "sqrt_num_data": "The default: the derivation's factor sqrt(N) in the curvature.",
