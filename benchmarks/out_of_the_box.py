@@ -1,4 +1,4 @@
-"""How good optimizers are before anybody tunes them, on the problems of `small_problems.py` and `few_data.py`.
+"""How good optimizers are before anybody tunes them, on the problems of `small_problems.py` and its two neighbours.
 
     python -m benchmarks.out_of_the_box --data DATA --set choosing
     python -m benchmarks.out_of_the_box --data DATA --set judged --out results/out_of_the_box.json
@@ -56,11 +56,14 @@ SETS = {
     "judged": small_problems.JUDGED,
     "few-choosing": few_data.CHOOSING,
     "few-judged": few_data.JUDGED,
-    "many-choosing": many_data.CHOOSING,
-    "many-judged": many_data.JUDGED,
+    "many": many_data.PROBLEMS,
 }
 PROBLEMS = {name: problem for problems in SETS.values() for name, problem in problems.items()}
-SOURCE = {name: module for module in (small_problems, few_data, many_data) for name in module.CHOOSING | module.JUDGED}
+SOURCE: dict[str, ModuleType] = {
+    **dict.fromkeys(small_problems.PROBLEMS, small_problems),
+    **dict.fromkeys(few_data.CHOOSING | few_data.JUDGED, few_data),
+    **dict.fromkeys(many_data.PROBLEMS, many_data),
+}
 """The file of each problem."""
 NUM_SAMPLES, NUM_RANDOM = 32, 8
 SGD_LINE = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
@@ -547,7 +550,7 @@ def parse(command: list[str] | None = None) -> argparse.Namespace:
     if arguments.cache.exists() and not arguments.resume:
         parser.error(f"{arguments.cache} has runs: write --resume to go on, or another --cache.")
     if arguments.variant and arguments.set.endswith("judged"):
-        parser.error("variants are for the sets 'choosing': nothing is chosen on the problems that are judged.")
+        parser.error("variants are not for these sets: nothing is chosen on the problems that are judged.")
     return arguments
 
 
