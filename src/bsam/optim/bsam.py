@@ -52,8 +52,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bsam.optim import options
+from bsam.optim import diagnosis, options
 from bsam.optim.arithmetic import average, plus, plus_quotient
+from bsam.optim.diagnosis import Finding
 from bsam.optim.probing import Gradients, Slot, Tally
 from bsam.optim.variational import GaussianOptimizer
 
@@ -391,6 +392,9 @@ class BSAM(GaussianOptimizer):
             g = self._learned_precision(slot) / (self._curvature_num_data * s).sqrt()  # line 8, solved for |g|
             sizes["perturbation"] = perturbed(torch.zeros_like(s), g, s, slot.group["rho"])
         return sizes
+
+    def _own_findings(self) -> list[Finding]:
+        return [diagnosis.factor(self.effective_num_data)] if self._option("sqrt_num_data") else []
 
     def _check_state(self, key: Any, state: dict[str, Any]) -> None:
         s = state["unit_precision"]

@@ -23,6 +23,7 @@ __all__ = [
     "Diagnosis",
     "Finding",
     "Ratio",
+    "factor",
     "growth",
     "noise_size",
     "num_data_matches",
@@ -180,6 +181,16 @@ def weight_decay(prior_precision: float, N: float) -> Finding:
     )
     advice = "Weight decays are 1e-5 to 1e-3 as a rule: lower prior_precision, or see whether num_data is too small."
     return _advised(Finding("weight decay", decay, 0.03, sentence), advice)
+
+
+def factor(N: float) -> Finding:
+    """Judge the factor sqrt(N) of bSAM's curvature: with many data it may make the precision too large."""
+    sentence = f"The curvature has the factor sqrt(N) with N={N:g} (sqrt_num_data=True)."
+    advice = (
+        "On CIFAR-100, with 45,000 images, long training was much better without it: compare with "
+        "sqrt_num_data=False, damping=1 on validation data."
+    )
+    return _advised(Finding("factor", N, 20_000.0, sentence), advice)
 
 
 def num_data_matches(num_data: float, examples: int) -> Finding:

@@ -17,7 +17,7 @@ from bsam.modules import BufferSnapshot, LossFunction, all_buffers
 from bsam.noise import standard_normal
 from bsam.optim import diagnosis, options
 from bsam.optim.base import ProbingOptimizer
-from bsam.optim.diagnosis import Diagnosis
+from bsam.optim.diagnosis import Diagnosis, Finding
 from bsam.optim.probing import MeanSnapshot, Slot
 from bsam.posterior import DiagonalGaussian
 from bsam.shards import like, part_of, sum_parts
@@ -202,6 +202,7 @@ class GaussianOptimizer(ProbingOptimizer):
                 findings += [
                     diagnosis.start_left(*self._start_left(sampled)),
                     diagnosis.prior_share(self._prior_share(sampled)),
+                    *self._own_findings(),
                 ]
             if train_set is not None:
                 data = train_set.dataset if isinstance(train_set, DataLoader) else train_set
@@ -209,6 +210,10 @@ class GaussianOptimizer(ProbingOptimizer):
             if loss_fn is not None:
                 findings.append(diagnosis.sampled_loss(*self._losses(loss_fn, batch)))
         return Diagnosis(tuple(findings))
+
+    def _own_findings(self) -> list[Finding]:
+        """Return findings that only this method has."""
+        return []
 
     def _prior_share(self, slots: list[Slot]) -> float:
         """Return the share of prior and damping in the mean precision, apart from its starting value."""
