@@ -47,11 +47,12 @@ _OF_A_RECORD: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "tuning_sqrt_num_data": (tuning_markdown, "bsam tune benchmarks/sqrt_num_data.toml"),
     **{
         f"out_of_the_box{part}{what}": (markdown, "benchmarks/out_of_the_box.py")
-        for part in ("", "_choosing", "_few", "_few_choosing")
+        for part in ("", "_choosing", "_few", "_few_choosing", "_many", "_many_splits")
         for what, markdown in (("", out_of_the_box.means_markdown), ("/problems", out_of_the_box.problems_markdown))
     },
     "corruptions": (doubt.corruptions_markdown, "benchmarks/corruptions.py"),
     "adamw_rates": (out_of_the_box.rates_markdown, "benchmarks/adamw_rates.py"),
+    "sgd_rates": (out_of_the_box.rates_markdown, "benchmarks/sgd_rates.py"),
     "pruning": (variances.pruning_markdown, "benchmarks/variances.py pruning"),
     "sensitivity": (variances.sensitivity_markdown, "benchmarks/variances.py sensitivity"),
     **{name: (markdown, "bsam reproduce uci") for name, markdown in uci.TABLES.items()},
