@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bsam
-from benchmarks import out_of_the_box
+from benchmarks import out_of_the_box, sgd_rates
 from benchmarks.out_of_the_box import (
     DEFAULTS,
     IMPOSSIBLE,
@@ -134,6 +134,20 @@ def test_bsam_is_converted_by_the_package():
         made = out_of_the_box.make_optimizer("BSAM", model, settings, num_data=50, seed=1)
         expected = getattr(bsam.BSAM, f"from_{source}")(model.parameters(), **line, num_data=50, module=model, seed=1)
         assert made.param_groups == expected.param_groups
+
+
+def test_the_factor_of_the_curvature_can_have_a_limit():
+    model = torch.nn.Linear(3, 1)
+    for limit, expected in ((9, 9), (100, 50)):
+        made = out_of_the_box.make_optimizer("BSAM", model, {"max_curvature_data": limit}, num_data=50, seed=0)
+        assert made._curvature_num_data == expected
+
+
+def test_rules_from_sgd():
+    found = sgd_rates.rules({"lr": 0.4, "momentum": 0.9, "weight_decay": 0.01})
+    assert found["bSAM, exponent 0.5"] == {"lr": pytest.approx(2.0), "weight_decay": 0.01}
+    assert found["bSAM, exponent 0, weight decay 0.0005"] == {"lr": 1.0}
+    assert found["bSAM, algebra"]["lr"] == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
