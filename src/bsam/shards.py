@@ -350,7 +350,8 @@ def check_gradients_are_reduced(module: nn.Module | None) -> None:
 def _shards_of(module: nn.Module | None) -> Iterator[FSDPModule]:
     """Yield the parts of a model to which `fully_shard` was applied."""
     loaded = sys.modules.get("torch.distributed.fsdp")
-    if loaded is not None and module is not None:
+    # `fully_shard` makes a class of its own for what it shards: without any, no model need be walked through.
+    if loaded is not None and module is not None and loaded.FSDPModule.__subclasses__():
         yield from (each for each in module.modules() if isinstance(each, loaded.FSDPModule))
 
 
