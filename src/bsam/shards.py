@@ -114,9 +114,14 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
 
     mesh, placements = parameter.device_mesh, parameter.placements
     with torch.no_grad():
-        return DTensor.from_local(
-            part.detach(), mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
+        if part.device.type == mesh.device_type:
+            return DTensor.from_local(
+                part.detach(), mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            )
+        # With CPU offload the parts are on the CPU, and `from_local` would move them to the device of the mesh.
+        whole = torch.empty_like(parameter.detach(), dtype=part.dtype)
+        local(whole).copy_(part)
+        return whole
 
 
 def cut(value: Tensor, parameter: Tensor) -> Tensor:
