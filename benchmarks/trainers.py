@@ -2,29 +2,34 @@
 
     python benchmarks/trainers.py --out results/trainers.json
 
-The network and the batch are those of `benchmarks/cpu.py`: the MNIST MLP, 128 examples. Every trainer, and a plain
-loop, takes steps with Adam and with bSAM. They take turns, so that a slow moment of the machine is shared. In each
-round
+The network and the batch are those of `benchmarks/cpu.py`: the MNIST MLP, 128 examples. Every trainer, and plain loops,
+take steps with Adam and with bSAM. They take turns, one step each, in an order that changes from round to round: a slow
+moment of the machine is shared. To switch between trainers in the middle of their loops, each runs as a greenlet that
+hands over when it asks for its next batch. In each round
 
     extra = (bSAM in the trainer - bSAM in the loop) - (Adam in the trainer - Adam in the loop)
 
-in shares of bSAM's step in the loop; the record has the median over rounds and its quartiles. A trainer does work for
-each batch that is the same for all optimizers (fetching it, callbacks, counting), and this difference leaves it out.
-What it does in each pass through the model, it does twice with bSAM and once with Adam, so this counts as extra. All
-clipping, logging and saving is off.
+in shares of bSAM's step in the loop; the record has the median over rounds, its 95% interval, and the quartiles. A
+trainer does work for each batch that is the same for all optimizers (fetching it, callbacks, counting), and this
+difference leaves it out. What it does in each pass through the model, it does twice with bSAM and once with Adam, so
+this counts as extra. All clipping, logging and saving is off.
+
+The loop beside a trainer is the one that a user would write in its place. All adapters call `probe` and `step()`, and
+so does this loop; transformers computes the norm of the gradient in every step, so its loop does too. What the two
+halves cost beyond one call, `step(loss_fn, x, y)`, is a row of its own, and `over_one_call` has the sums.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import logging
+import math
+import random
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,9 +39,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 from accelerate.state import AcceleratorState, GradientState
+from greenlet import getcurrent, greenlet
 from paper_settings import BSAM as PAPER
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import bsam
 from bsam.experiments.models import make_model
@@ -45,14 +51,14 @@ from bsam.integrations import accelerate as for_accelerate
 from bsam.integrations import transformers as for_transformers
 
 BAR = 0.03
-ROUNDS, STEPS, FIRST = 60, 10, 3
-"""A round has `FIRST + STEPS` steps. The first ones, with the set-up of the trainer in them, are not timed."""
+ROUNDS, FIRST = 1000, 20
+"""In a round every loop takes one step. The first rounds warm up and are not counted."""
 
 Optimizer = torch.optim.Optimizer
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 Batch = tuple[Tensor, Tensor]
-Turn = Callable[[], list[float]]
-"""Takes `FIRST + STEPS` steps, and returns the time at the end of each."""
+Train = Callable[[], None]
+"""Trains until it is stopped."""
 
 
 def main() -> None:
@@ -60,58 +66,99 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("trainers.json"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument(
-        "--loops", nargs="+", choices=LOOPS, default=list(LOOPS), help="Which to compare with the loop."
-    )
+    parser.add_argument("--loops", nargs="+", choices=LOOPS, default=list(LOOPS), help="Which to compare with a loop.")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     batch = torch.randn(128, 1, 28, 28), torch.randint(10, (128,))
-    loops = {name: prepare for name, prepare in LOOPS.items() if name in ("loop", *arguments.loops)}
+    chosen = {"loop", *arguments.loops, *(BESIDE[name] for name in arguments.loops if name in BESIDE)}
+    loops = {name: prepare for name, prepare in LOOPS.items() if name in chosen}
     made: list[Optimizer] = []
 
     def maker(kind: str) -> MakeOptimizer:
         return lambda model: made.append(OPTIMIZERS[kind](model)) or made[-1]
 
-    turns = {(name, kind): prepare(batch, kind, maker(kind)) for name, prepare in loops.items() for kind in OPTIMIZERS}
-    times: dict[tuple[str, str], list[float]] = {each: [] for each in turns}
-    for _ in range(arguments.rounds + 1):
-        for each, turn in turns.items():
-            ends = turn()
-            times[each].append((ends[-1] - ends[FIRST - 1]) / STEPS * 1000)
-    for each, optimizer in zip(turns, made, strict=True):
+    trains = {(name, kind): prepare(batch, kind, maker(kind)) for name, prepare in loops.items() for kind in OPTIMIZERS}
+    times = take_turns(trains, arguments.rounds)
+    for each, optimizer in zip(trains, made, strict=True):
         num_steps = {int(state["step"]) for state in optimizer.state.values()}
-        if num_steps != {(FIRST + STEPS) * (arguments.rounds + 1)}:
-            raise RuntimeError(f"{each} took {num_steps} steps in {arguments.rounds + 1} rounds of {FIRST + STEPS}.")
-    times = {each: found[1:] for each, found in times.items()}  # without the first round, which warms up
+        rounds = FIRST + arguments.rounds
+        if num_steps not in ({rounds}, {rounds - 1}):  # some trainers ask for a batch more than they use
+            raise RuntimeError(f"{each} took {num_steps} steps in {rounds} rounds.")
     record = {
-        "what": "ms per step, MNIST MLP (545,509 parameters), batch 128: medians over rounds that take turns; "
+        "what": "ms per step, MNIST MLP (545,509 parameters), batch 128: medians over rounds of one step each; "
         "extra: what bSAM costs more in the trainer than in the loop, beyond the same for Adam, in steps of bSAM",
         "threads": arguments.threads,
         "rounds": arguments.rounds,
-        "steps_a_round": STEPS,
         "bar": BAR,
         "ms": {name: {kind: statistics.median(times[name, kind]) for kind in OPTIMIZERS} for name in loops},
-        "extra": {name: extra(times, name) for name in loops if name != "loop"},
+        "extra": {name: extra(times, name, beside) for name, beside in BESIDE.items() if name in loops},
+        "over_one_call": {name: extra(times, name, "loop") for name in BESIDE if name in loops},
         "environment": environment(),
         "peers": {name: version(name) for name in ("accelerate", "lightning", "transformers")},
     }
     for name, found in record["ms"].items():
         cost = record["extra"].get(name)
-        low, high = cost["quartiles"] if cost else (0.0, 0.0)
-        shown = f"{cost['median']:+7.1%} [{low:+.1%}, {high:+.1%}]" if cost else ""
-        print(f"{name:24} Adam {found['Adam']:6.2f} ms   bSAM {found['BSAM']:6.2f} ms {shown}")
+        low, high = cost["interval"] if cost else (0.0, 0.0)
+        shown = f"{cost['median']:+7.1%} [{low:+.1%}, {high:+.1%}] beside {cost['beside']}" if cost else ""
+        print(f"{name:26} Adam {found['Adam']:6.2f} ms   bSAM {found['BSAM']:6.2f} ms {shown}")
     write_json(arguments.out, record)
 
 
-def extra(times: dict[tuple[str, str], list[float]], name: str) -> dict[str, Any]:
-    """Return what bSAM costs more in a trainer than in the loop, beyond the same for Adam."""
-    columns = [times[name, "BSAM"], times["loop", "BSAM"], times[name, "Adam"], times["loop", "Adam"]]
-    found = [((own - loop) - (adam - adam_loop)) / loop for own, loop, adam, adam_loop in zip(*columns, strict=True)]
+def take_turns(trains: dict[tuple[str, str], Train], rounds: int) -> dict[tuple[str, str], list[float]]:
+    """Let every loop take one step a round, and return the milliseconds of their steps."""
+    runs = {each: greenlet(train) for each, train in trains.items()}
+    for run in runs.values():
+        run.switch()  # sets the trainer up, until it asks for its first batch
+    times: dict[tuple[str, str], list[float]] = {each: [] for each in runs}
+    order, shuffled = list(runs), random.Random(0)
+    for number in range(FIRST + rounds):
+        shuffled.shuffle(order)
+        for each in order:
+            begin = time.perf_counter()
+            runs[each].switch()
+            if number >= FIRST:
+                times[each].append((time.perf_counter() - begin) * 1000)
+    for run in runs.values():
+        run.throw()
+    return times
+
+
+class Batches(IterableDataset[Any]):
+    """The same batch again and again; before each one, the other loops have their turns."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            getcurrent().parent.switch()
+            yield self.batch
+
+
+def extra(times: dict[tuple[str, str], list[float]], name: str, beside: str) -> dict[str, Any]:
+    """Return what bSAM costs more in a trainer than in the loop beside it, beyond the same for Adam."""
+    columns = [times[name, "BSAM"], times[beside, "BSAM"], times[name, "Adam"], times[beside, "Adam"]]
+    step = statistics.median(times[beside, "BSAM"])
+    found = sorted(
+        ((own - loop) - (adam - adam_loop)) / step for own, loop, adam, adam_loop in zip(*columns, strict=True)
+    )
     low, middle, high = statistics.quantiles(found, n=4)
-    return {"median": middle, "quartiles": [low, high], "within_the_bar": middle <= BAR}
+    # How many rounds lie below the true median is binomial (n, 1/2): ranks n/2 -+ 1.96 sqrt(n)/2 hold it in 95%.
+    half = 1.96 * math.sqrt(len(found)) / 2
+    ends = [
+        found[max(0, math.floor(len(found) / 2 - half))],
+        found[min(len(found) - 1, math.ceil(len(found) / 2 + half))],
+    ]
+    return {
+        "beside": beside,
+        "median": middle,
+        "interval": ends,
+        "quartiles": [low, high],
+        "within_the_bar": ends[1] <= BAR,
+    }
 
 
 def make_adam(model: nn.Module) -> Optimizer:
@@ -129,40 +176,43 @@ def make_mlp() -> nn.Module:
     return make_model("mlp", num_classes=10, image_shape=(1, 28, 28), seed=0)
 
 
-def loader(batch: Batch) -> DataLoader[Any]:
-    return DataLoader([batch] * (FIRST + STEPS), batch_size=None)
+def loader(batch: Any) -> DataLoader[Any]:
+    return DataLoader(Batches(batch), batch_size=None)
 
 
-def loop(batch: Batch, kind: str, make: MakeOptimizer, *, halves: bool = False) -> Turn:
+def loop(batch: Batch, kind: str, make: MakeOptimizer, *, halves: bool = False, norm: bool = False) -> Train:
     model = make_mlp()
     optimizer: Any = make(model)
 
     def loss_fn(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x), y)
 
-    def turn() -> list[float]:
-        ends = []
+    def train() -> None:
         for x, y in loader(batch):
-            if kind == "Adam":
+            if kind == "BSAM" and not halves:
+                optimizer.step(loss_fn, x, y)
+                continue
+            if kind == "BSAM":
+                optimizer.probe(loss_fn, x, y)
+            else:
                 optimizer.zero_grad()
                 loss_fn(x, y).backward()
-                optimizer.step()
-            elif halves:
-                optimizer.probe(loss_fn, x, y)
-                optimizer.step()
-            else:
-                optimizer.step(loss_fn, x, y)
-            ends.append(time.perf_counter())
-        return ends
+            if norm:
+                nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+            optimizer.step()
 
-    return turn
+    return train
 
 
-def in_halves(batch: Batch, kind: str, make: MakeOptimizer) -> Turn:
+def in_halves(batch: Batch, kind: str, make: MakeOptimizer) -> Train:
     return loop(batch, kind, make, halves=True)
 
 
-def with_accelerate(batch: Batch, kind: str, make: MakeOptimizer) -> Turn:
+def with_norm(batch: Batch, kind: str, make: MakeOptimizer) -> Train:
+    return loop(batch, kind, make, halves=True, norm=True)
+
+
+def with_accelerate(batch: Batch, kind: str, make: MakeOptimizer) -> Train:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     accelerator = accelerate.Accelerator(cpu=True)
@@ -172,8 +222,7 @@ def with_accelerate(batch: Batch, kind: str, make: MakeOptimizer) -> Turn:
     def loss_fn(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x), y)
 
-    def turn() -> list[float]:
-        ends = []
+    def train() -> None:
         for x, y in loader(batch):
             with accelerator.accumulate(model):
                 optimizer.zero_grad()
@@ -182,13 +231,11 @@ def with_accelerate(batch: Batch, kind: str, make: MakeOptimizer) -> Turn:
                 else:
                     for_accelerate.probe(accelerator, model, optimizer, loss_fn, x, y)
                 optimizer.step()
-            ends.append(time.perf_counter())
-        return ends
 
-    return turn
+    return train
 
 
-def with_fabric(batch: Batch, kind: str, make: MakeOptimizer) -> Turn:
+def with_fabric(batch: Batch, kind: str, make: MakeOptimizer) -> Train:
     import lightning
 
     from bsam.integrations import fabric as for_fabric
@@ -200,8 +247,7 @@ def with_fabric(batch: Batch, kind: str, make: MakeOptimizer) -> Turn:
     def loss_fn(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x), y)
 
-    def turn() -> list[float]:
-        ends = []
+    def train() -> None:
         for x, y in loader(batch):
             optimizer.zero_grad()
             if kind == "Adam":
@@ -209,13 +255,11 @@ def with_fabric(batch: Batch, kind: str, make: MakeOptimizer) -> Turn:
             else:
                 for_fabric.probe(fabric, model, optimizer, loss_fn, x, y)
             optimizer.step()
-            ends.append(time.perf_counter())
-        return ends
 
-    return turn
+    return train
 
 
-def with_lightning(batch: Batch, kind: str, make: MakeOptimizer) -> Turn:
+def with_lightning(batch: Batch, kind: str, make: MakeOptimizer) -> Train:
     import lightning
 
     from bsam.integrations import lightning as for_lightning
@@ -235,23 +279,16 @@ def with_lightning(batch: Batch, kind: str, make: MakeOptimizer) -> Turn:
         def configure_optimizers(self) -> Optimizer:
             return self.made
 
-    class Clock(lightning.Callback):
-        def on_train_batch_end(self, *given: Any) -> None:
-            ends.append(time.perf_counter())
-
-    module, ends = Module(), list[float]()
+    module = Module()
     quiet = dict.fromkeys(("enable_progress_bar", "enable_checkpointing", "enable_model_summary", "logger"), False)
 
-    def turn() -> list[float]:
-        ends.clear()
-        trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[Clock()], **quiet)
-        trainer.fit(module, loader(batch))
-        return list(ends)
+    def train() -> None:
+        lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet).fit(module, loader(batch))
 
-    return turn
+    return train
 
 
-def with_transformers(batch: Batch, kind: str, make: MakeOptimizer) -> Turn:
+def with_transformers(batch: Batch, kind: str, make: MakeOptimizer) -> Train:
     class Classifier(nn.Module):
         """The network as transformers wants it: it returns its loss."""
 
@@ -262,41 +299,39 @@ def with_transformers(batch: Batch, kind: str, make: MakeOptimizer) -> Turn:
         def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
             return {"loss": F.cross_entropy(self.network(x), labels)}
 
-    class Clock(transformers.TrainerCallback):
-        def on_step_end(self, *given: Any, **options: Any) -> None:
-            ends.append(time.perf_counter())
-
     base: Any = transformers.Trainer if kind == "Adam" else for_transformers.Trainer
 
     class Trainer(base):  # type: ignore[misc]
         def get_train_dataloader(self) -> DataLoader[Any]:
-            return DataLoader([{"x": batch[0], "labels": batch[1]}] * (FIRST + STEPS), batch_size=None)
+            return loader({"x": batch[0], "labels": batch[1]})
 
-    model, ends = Classifier(), list[float]()
+    model = Classifier()
     optimizer = make(model)
     folder = tempfile.mkdtemp()
     quiet = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no", "use_cpu": True}
 
-    def turn() -> list[float]:
-        ends.clear()
-        options = transformers.TrainingArguments(
-            folder, max_steps=FIRST + STEPS, max_grad_norm=0.0, lr_scheduler_type="constant", **quiet
-        )
-        with contextlib.redirect_stdout(io.StringIO()):
-            Trainer(model, options, optimizers=(optimizer, None), callbacks=[Clock()]).train()
-        return list(ends)
+    options = transformers.TrainingArguments(
+        folder, max_steps=10**9, max_grad_norm=0.0, lr_scheduler_type="constant", **quiet
+    )
 
-    return turn
+    def train() -> None:
+        Trainer(model, options, optimizers=(optimizer, None)).train()
+
+    return train
 
 
-LOOPS: dict[str, Callable[[Batch, str, MakeOptimizer], Turn]] = {
+HALVES, NORM = "loop, in two halves", "loop, halves and norm"
+LOOPS: dict[str, Callable[[Batch, str, MakeOptimizer], Train]] = {
     "loop": loop,
-    "loop, in two halves": in_halves,
+    HALVES: in_halves,
+    NORM: with_norm,
     "Accelerate": with_accelerate,
     "Fabric": with_fabric,
     "Lightning": with_lightning,
     "Transformers": with_transformers,
 }
+BESIDE = {HALVES: "loop", **dict.fromkeys(("Accelerate", "Fabric", "Lightning"), HALVES), "Transformers": NORM}
+"""The loop beside which each is measured."""
 
 
 if __name__ == "__main__":

@@ -111,6 +111,7 @@ MIRRORED_ELSEWHERE = {
     "bsam/metrics/inputs.py": "metrics/test_classes.py",
     "bsam/noise_cuda.py": "test_noise.py",
     "bsam/optim/sharding.py": "test_shards.py",
+    "bsam/optim/slotted.py": "optim/test_contract.py",
     "bsam/posterior/__init__.py": "posterior/test_base.py",
     "tools/markdown.py": "experiments/reproduce/test_studies.py",
     "tools/theory.py": "experiments/figures/test_numbers.py",

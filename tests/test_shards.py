@@ -7,8 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # FSDP makes offloaded parameters by them
 
 import bsam
+from bsam import shards
 from tests import sharded
 from tests.sharded import METHODS, SCENARIOS, STEPS, WORLDS
 
@@ -264,6 +267,24 @@ def test_what_does_not_go_with_shards_is_refused_with_a_sentence(found, what):
 def test_an_optimizer_made_before_sharding_is_refused(found, kind):
     for result in found("whole_states"):
         assert "call fully_shard(model) first" in result[f"{kind} made before"]
+
+
+def test_what_is_offloaded_to_the_cpu_stays_there(tmp_path):
+    """A tensor like an offloaded parameter, which is on the CPU although the mesh is one of GPUs."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.init()  # the mesh warns if CUDA is not in use yet
+        mesh, weights = dist.init_device_mesh("cuda", (1,)), torch.randn(4, 3)
+        meta = TensorMeta(weights.shape, weights.stride(), weights.dtype)
+        parameter = torch.nn.Parameter(DTensor(weights, DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False))
+        for part in (torch.randn(4, 3), torch.randn(4, 3, dtype=torch.float64)):
+            found = shards.like(parameter, part)
+            assert (found.placements, found.device_mesh, found.dtype) == (parameter.placements, mesh, part.dtype)
+            torch.testing.assert_close(found.to_local(), part, rtol=0, atol=0)  # on the CPU, too
+        parameter.grad = shards.like(parameter, torch.ones(4, 3))
+    finally:
+        dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------- on a GPU

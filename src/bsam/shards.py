@@ -114,9 +114,14 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
 
     mesh, placements = parameter.device_mesh, parameter.placements
     with torch.no_grad():
-        return DTensor.from_local(
-            part.detach(), mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
+        if part.device.type == mesh.device_type:
+            return DTensor.from_local(
+                part.detach(), mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            )
+        # With CPU offload the parts are on the CPU, and `from_local` would move them to the device of the mesh.
+        whole = torch.empty_like(parameter.detach(), dtype=part.dtype)
+        local(whole).copy_(part)
+        return whole
 
 
 def cut(value: Tensor, parameter: Tensor) -> Tensor:
@@ -345,7 +350,8 @@ def check_gradients_are_reduced(module: nn.Module | None) -> None:
 def _shards_of(module: nn.Module | None) -> Iterator[FSDPModule]:
     """Yield the parts of a model to which `fully_shard` was applied."""
     loaded = sys.modules.get("torch.distributed.fsdp")
-    if loaded is not None and module is not None:
+    # `fully_shard` makes a class of its own for what it shards: without any, no model need be walked through.
+    if loaded is not None and module is not None and loaded.FSDPModule.__subclasses__():
         yield from (each for each in module.modules() if isinstance(each, loaded.FSDPModule))
 
 

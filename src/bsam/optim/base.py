@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -33,40 +33,29 @@ from torch.amp import GradScaler
 from bsam import batch_norm as bn
 from bsam import shards
 from bsam.batches import split_batch
-from bsam.distributed import average_over_ranks, broadcast, rank_of
 from bsam.executor import callers_level
 from bsam.interrupts import deferred
-from bsam.modules import (
-    BufferSnapshot,
-    GradientSnapshot,
-    LossFunction,
-    all_buffers,
-    restored_on_failure,
-    running_statistics,
-)
+from bsam.modules import BufferSnapshot, GradientSnapshot, LossFunction, all_buffers, restored_on_failure
 from bsam.optim import options
 from bsam.optim.arithmetic import all_finite, clip_gradient, write
-from bsam.optim.base_step import BaseStep
-from bsam.optim.checked import slots_of
-from bsam.optim.diagnosis import CHECKED_AT, FEWEST_WEIGHTS, SIZE_RULES, Diagnosis, Finding, growth, ratio
+from bsam.optim.diagnosing import DiagnosingOptimizer
 from bsam.optim.leftover import not_left, note_as_left
 from bsam.optim.micro_batches import Kept, MicroBatch
 from bsam.optim.pending import Pending, Probed
 from bsam.optim.probing import MeanSnapshot, Prober, Slot, emptied
 from bsam.optim.scaling import Scaling
-from bsam.optim.sharding import Hooks, agreed_weight, check_sharding
-from bsam.optim.splits import SplittingOptimizer
+from bsam.optim.sharding import Hooks, agreed_weight
 from bsam.optim.together import Parts
 from bsam.posterior import PointMass, Posterior
 from bsam.posterior.base import holds_sample
-from bsam.torch_private import graph_break, own_buffers
+from bsam.torch_private import graph_break
 
 __all__ = ["ProbingOptimizer"]
 
 _IN_A_STEP = "inside a step"
 
 
-class ProbingOptimizer(SplittingOptimizer):
+class ProbingOptimizer(DiagnosingOptimizer):
     """Base class of optimizers that evaluate gradients at several points before they update the weights.
 
     A method is a subclass. It declares which of its options are `rates`, and defines the initial state of a parameter
@@ -99,12 +88,7 @@ class ProbingOptimizer(SplittingOptimizer):
         super()._reset()
         self._away: str | None = None  # why the weights are not at their mean now
         self._pending: Pending | None = None  # the probes since the last step
-        self._warned: set[int | str] = set()  # parameters and reasons for which a warning was given
         self._skipped: Tensor | None = None
-        self._synchronised = False
-        self._sharded = False  # whether the parameters are sharded
-        self._num_steps = 0  # since this object was made
-        self._start: dict[Tensor, Tensor] = {}  # the norm of each parameter before the first of them
 
     # ------------------------------------------------------------------ the method, given by a subclass
 
@@ -124,10 +108,6 @@ class ProbingOptimizer(SplittingOptimizer):
     def _update(self, slot: Slot, **averages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the new weights and state of a slot, given the averages of the probes' results. Formulas only."""
         raise NotImplementedError
-
-    def _sizes(self, slot: Slot) -> dict[str, Tensor]:
-        """Return what is added to the weights of a slot, as far as the state tells, under names of `SIZE_RULES`."""
-        return {}
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise if an option of this group is out of range."""
@@ -485,38 +465,6 @@ class ProbingOptimizer(SplittingOptimizer):
             averages = {**averages, "gradient": [g.clone() for g in averages["gradient"]]}
         return losses, averages
 
-    def _average_over_ranks(
-        self, slots: list[Slot], weight: float, losses: list[Tensor], averages: dict[str, list[Tensor]]
-    ) -> None:
-        """Turn this rank's means into means over all ranks, in place."""
-        assert self.process_group is not None
-        rank, world = rank_of(self.process_group), dist.get_world_size(self.process_group)
-        buffers = self._shares_of_running_statistics(rank, world)
-        means = [t for tensors in averages.values() for t in tensors]
-        seen = [slot.seen for slot in slots]
-        reached = average_over_ranks(self.process_group, weight, means, losses, seen, buffers)
-        for slot, is_seen in zip(slots, reached, strict=True):
-            slot.seen = is_seen
-
-    def _average_running_statistics(self, slots: list[Slot]) -> None:
-        """Give all ranks of a sharded model the same running statistics."""
-        parameters = [slot.parameter for slot in slots]
-        found = shards.position(parameters)
-        if found is not None:
-            shards.sum_everywhere(self._shares_of_running_statistics(*found), parameters)
-
-    def _shares_of_running_statistics(self, rank: int, world: int) -> list[Tensor]:
-        """Multiply this rank's running statistics by their share in the sum over ranks; none if they do not move.
-
-        The policy "first_split" takes those of rank 0, all others the mean. Counters are equal on all ranks.
-        """
-        policy = self._option("batch_norm")
-        if policy == "none" or self.module is None:
-            return []
-        share = float(rank == 0) if policy == "first_split" else 1 / world
-        found = [own_buffers(owner)[name] for owner, name in running_statistics(self.module)]
-        return [b.mul_(share) for b in found if b is not None and b.is_floating_point()]
-
     def _move(self, slots: list[Slot], averages: dict[str, list[Tensor]], accept: Tensor | None) -> None:
         """Update weights and state, unless the 0-dim boolean `accept` is given and false."""
         base = self._base_step()
@@ -544,50 +492,10 @@ class ProbingOptimizer(SplittingOptimizer):
             for name, value in (state | counted).items():
                 write(slot.state[name], value, accept)
 
-    def _make_state(self) -> None:
-        base = self._base_step()
-        if base is None:
-            super()._make_state()
-        else:
-            base.make_state()
-
-    def _own(self, slots: list[Slot]) -> None:
-        """Store the state of the slots in the optimizer's `state`."""
-        for slot in slots:
-            if slot.state and not (shards.is_sharded(slot.parameter) and slot.parameter in self.state):
-                self.state[slot.parameter] = shards.whole_values(slot.state, slot.parameter)
-
-    def _state_of(self, slot: Slot) -> dict[str, Tensor]:
-        """Return the state of a slot in the optimizer's `state`, or a fresh one."""
-        own: dict[str, Tensor] | None = self.state.get(slot.parameter)
-        return own or self._fresh_state(slot.parameter, slot.group)
-
-    def _base_step(self) -> BaseStep | None:
-        """Return the step of the base optimizer, or None without a base optimizer."""
-        return None if self.base_optimizer is None else BaseStep(self.base_optimizer, hooks=False)
-
-    def _slots(self) -> list[Slot]:
-        """Return one slot per parameter that requires a gradient, with a copy of the weights."""
-        for group in self.param_groups:
-            lr = group.get("lr")
-            if isinstance(lr, Tensor) and lr.shape == (1,):  # torch accepts this shape, formulas take numbers
-                group["lr"] = lr.reshape(())
-        self._sharded = check_sharding(self, self._trained())
-        return slots_of(self, self._fresh_state if self.base_optimizer is None else None)
-
     def _fixed(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return the options of a group that are compiled into a step: no rates, and none of the base optimizer's."""
         base = {} if self.base_optimizer is None else self.base_optimizer.defaults
         return {key: group[key] for key in self.defaults if key in group and key not in (*self.rates, *base)}
-
-    def _synchronise(self) -> None:
-        """Start every rank from the weights and buffers of rank 0."""
-        assert self.process_group is not None
-        tensors = [p for group in self.param_groups for p in group["params"]]
-        if self.module is not None:
-            tensors += list(self.module.buffers())
-        broadcast(tensors, self.process_group)
-        self._synchronised = True
 
     # ------------------------------------------------------------------ after training
 
@@ -609,63 +517,6 @@ class ProbingOptimizer(SplittingOptimizer):
                 "posterior() needs the model: write optimizer.posterior(model), or make the optimizer with module=."
             )
         return model
-
-    # ------------------------------------------------------------------ what the state says of the settings
-
-    def diagnose(self) -> Diagnosis:
-        """Say what the weights tell about the settings: `print(optimizer.diagnose())`."""
-        self._refuse_if_away("diagnose the optimizer")
-        with torch.no_grad():
-            return Diagnosis(tuple(self._ratios(self._measured_slots())))
-
-    def _ratios(self, slots: list[Slot]) -> list[Finding]:
-        """Return what weights and state of measured slots say: the findings that training warns of."""
-        all_sizes = [(slot, name, size.norm()) for slot in slots for name, size in self._sizes(slot).items()]
-        whole = shards.whole_norms([size for _, _, size in all_sizes], [slot.parameter for slot, _, _ in all_sizes])
-        sizes = [(slot.index, name, size) for (slot, name, _), size in zip(all_sizes, whole, strict=True)]
-        norms = [slot.mean.norm(dtype=slot.dtype) if slot.norm is None else slot.norm() for slot in slots]
-        starts = [self._start.get(slot.parameter, norm) for slot, norm in zip(slots, norms, strict=True)]
-        numbers = iter(_read([*norms, *starts, *(size for _, _, size in sizes)]))
-        weights = {slot.index: next(numbers) for slot in slots}
-        grown = ratio({str(index): (now, next(numbers)) for index, now in weights.items()})
-        names = {slot.index: self._name(slot) for slot in slots}
-        pairs: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in SIZE_RULES}
-        for index, name, _ in sizes:
-            pairs[name][names[index]] = (next(numbers), weights[index])
-        findings = [growth(grown.total)] if grown is not None and self._start else []
-        for name, (rule, option) in SIZE_RULES.items():
-            found = ratio(pairs[name])
-            if found is not None:
-                findings.append(rule(found, [float(group[option]) for group in self.param_groups]))
-        return findings
-
-    def _measured_slots(self) -> list[Slot]:
-        """Return the slots whose weights carry the model, see `bsam.optim.diagnosis`."""
-        slots = self._slots()
-        if self._start:
-            slots = [slot for slot in slots if slot.parameter in self._start]
-            norms = _read([self._start[slot.parameter] for slot in slots])
-            slots = [slot for slot, norm in zip(slots, norms, strict=True) if norm > 0]
-        return [slot for slot in slots if slot.parameter.dim() > 1] or slots
-
-    def _note_start(self) -> None:
-        """Note how large the weights are, before the first step of this object."""
-        if not self._num_steps:
-            trained = self._trained()
-            norms = [shards.local(p).norm(dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
-            self._start = dict(zip(trained, shards.whole_norms(norms, trained), strict=True))
-
-    def _count_step(self) -> None:
-        """Count a step. After some of them, look at the ratios, and warn once if one is bad."""
-        self._num_steps += 1
-        if self._num_steps in CHECKED_AT and "ratios" not in self._warned:
-            slots = self._measured_slots()
-            many = sum(slot.parameter.numel() for slot in slots) >= FEWEST_WEIGHTS
-            bad = [finding.sentence for finding in self._ratios(slots) if finding.is_bad] if many else []
-            if bad:
-                self._warned.add("ratios")
-                text = f"after {self._num_steps} steps: {' '.join(bad)} optimizer.diagnose() says more."
-                warnings.warn(text, stacklevel=callers_level())
 
     # ------------------------------------------------------------------ states and copies
 
@@ -741,35 +592,6 @@ class ProbingOptimizer(SplittingOptimizer):
             text = f"no gradient reached {names}: not part of the loss? They stay unchanged."
             warnings.warn(text, stacklevel=callers_level())
 
-    def _name(self, slot: Slot) -> str:
-        names = [name for group in self.param_groups for name in group.get("param_names", ())]
-        if not names and self.module is not None:
-            by_id = {id(p): name for name, p in self.module.named_parameters()}
-            if id(slot.parameter) in by_id:  # not while a sharded model has gathered its weights
-                return by_id[id(slot.parameter)]
-        return names[slot.index] if names else f"parameter {slot.index} of shape {tuple(slot.parameter.shape)}"
-
-    def _trained(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-
-    def _check_module(self) -> None:
-        self._sharded = check_sharding(self, self._trained())
-        if self.module is None:
-            return
-        if self.process_group is not None and isinstance(self.module, nn.parallel.DistributedDataParallel):
-            raise ValueError(
-                "give process_group= or a DistributedDataParallel module, not both: with process_group= the optimizer "
-                "averages over the ranks itself, so give it the bare module."
-            )
-        self._check_belongs(p for group in self.param_groups for p in group["params"])
-
-    def _check_belongs(self, params: Iterable[Any]) -> None:
-        known = {id(p) for p in self.module.parameters()} if self.module is not None else set()
-        tensors = [p[1] if isinstance(p, tuple) else p for p in params]
-        leaves = [p for p in tensors if isinstance(p, Tensor) and p.is_leaf]  # torch refuses anything else
-        if self.module is not None and any(id(p) not in known for p in leaves):
-            raise ValueError("some parameters given to the optimizer do not belong to module=: is it another model?")
-
     def _describe_nonfinite(self, slots: list[Slot], losses: list[Tensor], averages: dict[str, list[Tensor]]) -> str:
         bad = [f"the loss of pass {i + 1} is {loss.item()}" for i, loss in enumerate(losses) if not loss.isfinite()]
         names = [
@@ -786,11 +608,3 @@ class ProbingOptimizer(SplittingOptimizer):
             f"{'; '.join(bad)}. Weights and state are unchanged.{drop} Lower lr or rho, look at the batch, or skip "
             "steps like this one with nonfinite='skip'."
         )
-
-
-def _read(numbers: Sequence[Tensor]) -> list[float]:
-    """Read numbers from the device, all at once."""
-    found: list[float] = (
-        torch.stack([each.float().to(numbers[0].device) for each in numbers]).tolist() if numbers else []
-    )
-    return found

@@ -102,7 +102,7 @@ def update(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The new (omega, g_m, s)."""
     g_m = average(g_m, plus(g_eps, omega, delta), beta1)  # line 7: beta1 g_m + (1 - beta1) (g_eps + delta omega)
-    s = average(s, h + (delta + gamma), beta2)  # line 8: beta2 s + (1 - beta2) (h + delta + gamma)
+    s = average(s, h.add_(delta + gamma), beta2)  # line 8: beta2 s + (1 - beta2) (h + delta + gamma)
     omega = plus_quotient(omega, g_m, s, -alpha)  # line 9: omega - alpha g_m / s
     return omega, g_m, s
 

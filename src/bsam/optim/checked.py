@@ -244,8 +244,8 @@ def slots_of(optimizer: Optimizer, fresh_state: Any) -> list[Slot]:
                 state = {}
                 if fresh_state is not None:
                     state = optimizer.state.get(parameter) or fresh_state(parameter, group)
-                mean = local(parameter).detach().clone()
-                slots.append(Slot(index, parameter, group, mean, local_values(state)))
+                own = local_values(state) if is_sharded(parameter) else state
+                slots.append(Slot(index, parameter, group, local(parameter).detach().clone(), own))
             index += 1
     if any(is_sharded(slot.parameter) for slot in slots):
         share_norms(slots)

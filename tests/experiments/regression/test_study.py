@@ -97,10 +97,10 @@ def test_the_record_and_what_is_kept(tmp_path, monkeypatch):
         carry_out_uci(Extent(methods=("sgld",)), *places)
 
 
-def test_large_sets_have_fewer_splits_and_more_steps():
+def test_large_sets_have_more_steps_and_all_splits_are_run_unless_fewer_are_wanted():
     small = small_set()
     rows = torch.arange(5000)
     large = RegressionSet("large", torch.zeros(5000, 1), torch.zeros(5000), [Split(rows, rows)] * 20, "")
     assert [Extent().of_set(data)[1] for data in (small, large)] == [1000, 1500]
-    assert len(Extent().of_set(large)[0].splits) == 5
-    assert len(Extent(num_splits=20).of_set(large)[0].splits) == 20
+    assert len(Extent().of_set(large)[0].splits) == 20
+    assert len(Extent(num_splits=5).of_set(large)[0].splits) == 5

@@ -214,6 +214,30 @@ def test_what_the_cluster_cannot_do_is_said_before_anything_changes(cluster, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+def meet(item, report, *, folder, patience):
+    """Wait until the other item runs too, and note whether it did, and which GPU this one may see."""
+    (folder / f"runs{item}").touch()
+    until = time.monotonic() + patience
+    while not (met := (folder / f"runs{1 - item}").exists()) and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.2)  # let the other one see it
+    (folder / f"runs{item}").unlink()
+    (folder / f"note{item}").write_text(f"{met} {os.environ['CUDA_VISIBLE_DEVICES']}")
+
+
+@pytest.mark.parametrize(("share", "patience", "met"), [(0.5, 60, True), (1.0, 2, False)])
+def test_two_items_share_a_gpu_if_each_asks_for_half_of_it(nodes, cluster, tmp_path, share, patience, met):
+    """Ray counts GPUs as the node declares them: none is needed here."""
+    node = nodes.add_node(**NODE | {"num_cpus": 2, "num_gpus": 1})
+    try:
+        sharing = dataclasses.replace(cluster, gpus=share)
+        sharing.check_resources()
+        assert sharing.run_all([0, 1], functools.partial(meet, folder=tmp_path, patience=patience)) == {}
+    finally:
+        nodes.remove_node(node)
+    assert [(tmp_path / f"note{item}").read_text() for item in (0, 1)] == [f"{met} 0"] * 2
+
+
 def test_without_ray_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=re.escape("pip install '.[cluster]'")):

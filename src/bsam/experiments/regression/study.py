@@ -58,7 +58,7 @@ class Extent:
     """How much is run."""
 
     num_splits: int | None = None
-    """How many of the published splits. By default all of the small sets, and the first 5 of the large ones."""
+    """How many of the published splits, from the first; all by default."""
     steps: int | None = None
     """The number of steps of each run, 1000 for small sets and 1500 for large ones by default."""
     sets: tuple[str, ...] = tuple(UCI_SETS)
@@ -66,9 +66,8 @@ class Extent:
 
     def of_set(self, data: RegressionSet) -> tuple[RegressionSet, int]:
         """Return the set with the splits that are run, and the number of steps."""
-        large = len(data.x) > _LARGE
-        wanted = self.num_splits or (5 if large else len(data.splits))
-        return replace(data, splits=data.splits[:wanted]), self.steps or (1500 if large else 1000)
+        steps = self.steps or (1500 if len(data.x) > _LARGE else 1000)
+        return replace(data, splits=data.splits[: self.num_splits]), steps
 
 
 _LARGE = 4000
