@@ -45,7 +45,7 @@ def problems_markdown(record: dict[str, Any]) -> str:
 
 
 def rates_markdown(record: dict[str, Any]) -> str:
-    """Write accuracy and NLL, averaged over the problems, of SGD or AdamW and of bSAM with settings by several rules."""
+    """Write accuracy and NLL, averaged over the problems, of another optimizer and of bSAM by several rules."""
     lines = ["| optimizer, settings | accuracy | NLL |", "|---|---|---|"]
     for row, cell in record["means"].items():
         lines.append(f"| {row} | {cell['accuracy']:.3f} | {cell['nll']:.3f} |")

@@ -78,6 +78,14 @@ def test_a_model_of_few_weights_may_be_uncertain():
     assert "noise" in names(optimizer.diagnose().problems)
 
 
+def test_the_factor_of_many_data_is_heard():
+    model = nn.Linear(20, 30)
+    for num_data, sqrt_num_data, heard in ((600, True, False), (60_000, True, True), (60_000, False, False)):
+        optimizer = bsam.BSAM(model.parameters(), num_data=num_data, sqrt_num_data=sqrt_num_data)
+        assert ("factor" in names(optimizer.diagnose().problems)) == heard
+        assert ("factor" in names(optimizer.diagnose())) == sqrt_num_data
+
+
 def test_layers_that_start_at_zero_do_not_count():
     model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 10))
     nn.init.zeros_(model[2].weight)

@@ -172,14 +172,6 @@ def test_the_perturbation_is_estimated_well():
     torch.testing.assert_close(estimated, float(config.rho * seen[0] / norm.detach()), rtol=0.02, atol=0)
 
 
-def test_the_factor_of_many_data_is_heard():
-    model = nn.Linear(20, 30)
-    for num_data, sqrt_num_data, heard in ((600, True, False), (60_000, True, True), (60_000, False, False)):
-        optimizer = bsam.BSAM(model.parameters(), num_data=num_data, sqrt_num_data=sqrt_num_data)
-        assert ("factor" in names(optimizer.diagnose().problems)) == heard
-        assert ("factor" in names(optimizer.diagnose())) == sqrt_num_data
-
-
 def test_a_damping_100_times_too_large_is_heard():
     config = DIGITS["vogn"]
     trainer, _ = trained(replace(config, damping=100 * config.damping), 50)
