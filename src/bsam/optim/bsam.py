@@ -135,7 +135,7 @@ class BSAM(GaussianOptimizer):
         curvature: `"mean_abs"`, the mean of |g_k| over the splits, or `"abs_mean"`, |mean of g_k|.
         sqrt_num_data: Whether the curvature is sqrt(N s) |g|, as in the derivation, or sqrt(s) |g|, as Algorithm 1
             prints it. With the factor the width of the posterior follows the gradients; without it the damping sets
-            most of the width.
+            most of the width. In long training on many data, compare both (docs/settings.md).
         max_noise: Limits the noise of a matrix of weights to this share of their root mean square. It matters for few
             data and for wide layers with small weights, where the noise would hide the weights. None sets no limit, as
             in the paper.
