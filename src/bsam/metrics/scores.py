@@ -1,9 +1,13 @@
-"""Scores of doubt: one number per prediction that is larger where the prediction should be trusted less.
+r"""Scores of doubt: one number per prediction that is larger where the prediction should be trusted less.
 
-    "confidence"          1 - max_k p_k                            the probability of an error, as predicted
-    "entropy"             -sum_k p_k log p_k                       total uncertainty, in nats
-    "mutual_information"  H[mean of p] - mean of H[p]              disagreement of the samples (epistemic), in nats
-    "energy"              mean of -log sum_k exp(logit_k)          over the samples; Liu et al. (2020), NeurIPS
+| score | formula | meaning |
+|---|---|---|
+| `"confidence"` | $1 - \max_k p_k$ | the probability of an error, as predicted |
+| `"entropy"` | $H[p] = -\sum_k p_k \log p_k$ | total uncertainty, in nats |
+| `"mutual_information"` | $H[p]$ minus the mean of $H[p_s]$ | disagreement of the samples (epistemic), in nats |
+| `"energy"` | the mean of $-\log \sum_k \exp f_{sk}$ | energy of the logits, Liu et al. (2020), NeurIPS |
+
+Here $p$ is the mean of the probabilities $p_s$ over samples $s$ of the weights, and $f_s$ are the logits of a sample.
 
 The first two need probabilities alone. The mutual information is in `bsam.Predictions`, and 0 everywhere if no weight
 is sampled. The energy needs logits, because probabilities do not change if a constant is added to all logits:
