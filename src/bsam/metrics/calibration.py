@@ -14,8 +14,8 @@ examples, in which $a_i$ and $c_i$ have the means $\bar a_b$ and $\bar c_b$, the
 | class-wise ECE | the mean over the classes $k$, with $c_i = p_{ik}$ and $a_i = [y_i = k]$ | Kull et al. (2019) |
 
 The class-wise error with bins of equal size is the adaptive calibration error of Nixon et al. (2019),
-https://arxiv.org/abs/1904.01685. Bins of equal size are made by sorting; their sizes differ by at most one. Examples of
-equal confidence count with their mean $a_i$, so that their order does not matter.
+<https://arxiv.org/abs/1904.01685>. Bins of equal size are made by sorting; their sizes differ by at most one. Examples
+of equal confidence count with their mean $a_i$, so that their order does not matter.
 
 None of these errors has a bootstrap interval, for the reason that `bsam.metrics.classes` gives.
 """
@@ -90,7 +90,7 @@ def adaptive_ece(log_probs: Tensor, labels: Tensor, num_bins: int = 20) -> float
         labels: Integer labels, (n, ...).
         num_bins: Number of bins; with fewer examples, one bin per example.
 
-    Example:
+    Examples:
         >>> p = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.6, 0.4], [0.6, 0.4]])
         >>> round(adaptive_ece(p.log(), torch.tensor([0, 0, 0, 1]), num_bins=2), 4)
         0.1

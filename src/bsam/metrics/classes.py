@@ -16,13 +16,13 @@ If an example has several labels (tokens, pixels, the questions of a multi-label
 all examples, except those that are ignored. The bootstrap resamples whole examples, because the labels of one example
 may depend on each other: a bootstrap over labels would give intervals that are too narrow.
 
-- ECE: Guo et al. (2017), https://arxiv.org/abs/1706.04599; $\bar a_b$ and $\bar c_b$ are the means of $a_i$ and $c_i$
+- ECE: Guo et al. (2017), <https://arxiv.org/abs/1706.04599>; $\bar a_b$ and $\bar c_b$ are the means of $a_i$ and $c_i$
   in a bin of $n_b$ examples.
-- AUROC of misclassification: Osawa et al. (2019), appendix H, https://arxiv.org/abs/1906.02506. It is exact, without a
-  grid of thresholds. It is NaN if all examples are correct or all are wrong.
+- AUROC of misclassification: Osawa et al. (2019), appendix H, <https://arxiv.org/abs/1906.02506>. It is exact, without
+  a grid of thresholds. It is NaN if all examples are correct or all are wrong.
 
 Other packages may give other numbers. torchmetrics <= 1.9 counts a confidence of exactly 1.0 in a separate
-extra bin (https://github.com/Lightning-AI/torchmetrics/issues/3510), which changes the ECE of a network
+extra bin (<https://github.com/Lightning-AI/torchmetrics/issues/3510>), which changes the ECE of a network
 that saturates; here 1.0 belongs to the last bin. Its bins are also closed on the left, while those of
 Guo et al. are closed on the right. scikit-learn halves the Brier score of two classes.
 
@@ -158,7 +158,7 @@ class Metrics:
         num_bins: number of confidence bins of the ECE.
         ignore_index: labels with this number are not rated, like -100 in torch; None rates all labels.
 
-    Example:
+    Examples:
         >>> import torch
         >>> metrics = Metrics()
         >>> for p, y in [([0.9, 0.1], 0), ([0.2, 0.8], 1), ([0.6, 0.4], 1)]:
@@ -298,7 +298,7 @@ def nll(log_probs: Tensor, labels: Tensor) -> float:
 def ece(log_probs: Tensor, labels: Tensor, num_bins: int = 20) -> float:
     """Expected calibration error over equal-width bins, closed on the right.
 
-    Example:
+    Examples:
         >>> import torch
         >>> p = torch.tensor([[0.9, 0.1], [0.9, 0.1]])  # confidence 0.9, accuracy 0.5
         >>> round(ece(p.log(), torch.tensor([0, 1])), 4)

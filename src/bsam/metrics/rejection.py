@@ -155,7 +155,7 @@ def rate_rejection(
         level: Coverage of the intervals.
         seed: Seed of the bootstrap's separate generator.
 
-    Example:
+    Examples:
         >>> p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.6, 0.4]])
         >>> print(rate_rejection((p.log(), torch.tensor([0, 0, 0, 1])), num_bootstrap=0))
         4 examples
@@ -235,7 +235,7 @@ def threshold_for_risk(
         score: Which score of doubt is compared with the threshold, see `bsam.metrics.doubt`.
         level: The probability of the guarantee, or None.
 
-    Example:
+    Examples:
         >>> p = torch.tensor([[0.99, 0.01]] * 200 + [[0.6, 0.4]] * 100)
         >>> rule = threshold_for_risk((p.log(), torch.tensor([0] * 200 + [0, 1] * 50)), 0.05)
         >>> print(round(rule.threshold, 4), round(rule.coverage, 4))

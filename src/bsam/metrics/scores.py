@@ -37,7 +37,7 @@ def doubt(predictions: ClassPredictions, score: Score = "confidence") -> Tensor:
             labels). The labels are not used.
         score: `"confidence"`, `"entropy"`, `"mutual_information"` or `"energy"`; see above.
 
-    Example:
+    Examples:
         >>> p = torch.tensor([[0.9, 0.1], [0.5, 0.5]], dtype=torch.float64)
         >>> doubt((p.log(), torch.tensor([0, 0])))
         tensor([0.1000, 0.5000], dtype=torch.float64)

@@ -55,7 +55,7 @@ def rate_soft_labels(
         level: Coverage of the intervals.
         seed: Seed of the bootstrap's separate generator.
 
-    Example:
+    Examples:
         >>> p = torch.tensor([[0.5, 0.5], [0.8, 0.2]])
         >>> print(rate_soft_labels(p.log(), torch.tensor([[0.5, 0.5], [1.0, 0.0]]), num_bootstrap=0))
         2 examples

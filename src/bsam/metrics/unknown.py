@@ -74,7 +74,7 @@ def rate_unknown(
         level: Coverage of the intervals.
         seed: Seed of the bootstrap's separate generator.
 
-    Example:
+    Examples:
         >>> print(rate_unknown(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.5, 0.9]), num_bootstrap=0))
         5 examples
         auroc          0.8333

@@ -87,8 +87,9 @@ def optimal_precision(g: Array, s: Array) -> Array:
 
     It minimises $\frac12 \sum_j g_j^2 / b_j + \frac12 \sum_j b_j / s_j$.
 
-    >>> optimal_precision(np.array([-3.0]), np.array([4.0]))
-    array([6.])
+    Examples:
+        >>> optimal_precision(np.array([-3.0]), np.array([4.0]))
+        array([6.])
     """
     return np.abs(g) * np.sqrt(s)
 

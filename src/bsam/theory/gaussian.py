@@ -61,9 +61,10 @@ Pair: TypeAlias = tuple[Array, Array]
 class Family(ABC):
     """A family of Gaussians. The formulas are written once, with the matrix operations of the subclass.
 
-    >>> family = Univariate()
-    >>> family.natural([1.0], [0.5]), family.expectation([1.0], [0.5])  # Eq. 6
-    ((array([2.]), array([-1.])), (array([1.]), array([1.5])))
+    Examples:
+        >>> family = Univariate()
+        >>> family.natural([1.0], [0.5]), family.expectation([1.0], [0.5])  # Eq. 6
+        ((array([2.]), array([-1.])), (array([1.]), array([1.5])))
     """
 
     dim: int
@@ -192,8 +193,9 @@ class Family(ABC):
     def kl(self, q: tuple[ArrayLike, ArrayLike], p: tuple[ArrayLike, ArrayLike]) -> Array:
         r"""KL divergence $\mathrm{KL}(q \parallel p)$ of two Gaussians, both given as (mean, covariance).
 
-        >>> bool(np.isclose(Univariate().kl((1.0, 2.0), (0.0, 2.0)), 1 / 4))
-        True
+        Examples:
+            >>> bool(np.isclose(Univariate().kl((1.0, 2.0), (0.0, 2.0)), 1 / 4))
+            True
         """
         V_q, V_p = self._checked_covariance(q[1]), self._checked_covariance(p[1])
         second = self.square(np.asarray(q[0], float) - np.asarray(p[0], float)) + self.spread * V_q

@@ -56,8 +56,9 @@ class Majorant:
         slope: $L \ge 0$.
         curvature: $A$, a number in one dimension and a $P \times P$ matrix in $P$.
 
-    >>> Majorant(1.0, curvature=2.0)(np.array([0.0, 3.0]))
-    array([ 1., 10.])
+    Examples:
+        >>> Majorant(1.0, curvature=2.0)(np.array([0.0, 3.0]))
+        array([ 1., 10.])
     """
 
     constant: float
@@ -73,7 +74,7 @@ class Majorant:
             )
 
     def __call__(self, theta: Array) -> Array:
-        """The bound at theta."""
+        r"""The bound at $\theta$."""
         b, A = np.asarray(self.linear), np.asarray(self.curvature)
         if A.ndim == 0:
             return self.constant + b * theta + self.slope * np.abs(theta) + A * theta**2 / 2
@@ -125,9 +126,10 @@ class Loss:
         dim: $P$.
         majorant: A quadratic upper bound, or None if there is none. $f^*$ and $f^{**}$ need one.
 
-    >>> loss = Loss(np.cos, lambda t: -np.sin(t), lambda t: -np.cos(t), majorant=Majorant(1.0))
-    >>> loss(np.zeros(3))
-    array([1., 1., 1.])
+    Examples:
+        >>> loss = Loss(np.cos, lambda t: -np.sin(t), lambda t: -np.cos(t), majorant=Majorant(1.0))
+        >>> loss(np.zeros(3))
+        array([1., 1., 1.])
     """
 
     value: Callable[[Array], Array]
@@ -146,7 +148,7 @@ class Loss:
             )
 
     def __call__(self, theta: ArrayLike) -> Array:
-        """loss(theta)."""
+        r"""The loss $\ell(\theta)$."""
         return self.value(np.asarray(theta, float))
 
     @cached_property
@@ -199,9 +201,10 @@ def from_torch(
         dim: $P$.
         majorant: See `Loss`.
 
-    >>> loss = from_torch(lambda theta: theta**2 + torch.sin(theta), majorant=Majorant(1.0, curvature=2.0))
-    >>> loss.gradient(np.array([0.0]))
-    array([1.])
+    Examples:
+        >>> loss = from_torch(lambda theta: theta**2 + torch.sin(theta), majorant=Majorant(1.0, curvature=2.0))
+        >>> loss.gradient(np.array([0.0]))
+        array([1.])
     """
 
     def vectorised(derivative: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Array], Array]:

@@ -102,9 +102,10 @@ def sam_objective(
             gradient at $\theta$, and the true loss there. The result is never above the exact maximum.
         resolution: As in `max_loss`.
 
-    >>> from bsam.theory.losses import quadratic
-    >>> sam_objective(quadratic(0.0, 1.0), [1.0, -2.0], rho=1.0, delta=0.0)
-    MaxLoss(value=array([2. , 4.5]), perturbation=array([ 1., -1.]))
+    Examples:
+        >>> from bsam.theory.losses import quadratic
+        >>> sam_objective(quadratic(0.0, 1.0), [1.0, -2.0], rho=1.0, delta=0.0)
+        MaxLoss(value=array([2. , 4.5]), perturbation=array([ 1., -1.]))
     """
     theta = np.asarray(theta, float)
     if linearised:
@@ -276,8 +277,9 @@ def prior_precision_of(sigma: float, delta_prime: float) -> float:
     Raises:
         ValueError: If there is no such $\delta_0$, because $\sigma^2 \delta' \ge 1$.
 
-    >>> round(prior_precision_of(sigma=0.5, delta_prime=2.0), 12)
-    4.0
+    Examples:
+        >>> round(prior_precision_of(sigma=0.5, delta_prime=2.0), 12)
+        4.0
     """
     if sigma**2 * delta_prime >= 1:
         raise ValueError(

@@ -82,11 +82,12 @@ def expected_negative_loss_gradient(
 ) -> Pair:
     r"""The gradient of $f(\mu)$ in $P > 1$ dimensions, by Bonnet and Price and quadrature.
 
-    >>> from bsam.theory.losses import quadratic
-    >>> first, second = expected_negative_loss_gradient(quadratic([1.0, 2.0], np.eye(2)), [0.0, 0.0], np.eye(2))
-    >>> first.round(9), second.round(9)
-    (array([1., 2.]), array([[-0.5, -0. ],
-           [-0. , -0.5]]))
+    Examples:
+        >>> from bsam.theory.losses import quadratic
+        >>> first, second = expected_negative_loss_gradient(quadratic([1.0, 2.0], np.eye(2)), [0.0, 0.0], np.eye(2))
+        >>> first.round(9), second.round(9)
+        (array([1., 2.]), array([[-0.5, -0. ],
+               [-0. , -0.5]]))
     """
     omega = np.asarray(mean, float)
     g = expectation(loss.gradient, omega, covariance, dim=loss.dim, tolerance=tolerance).value

@@ -75,9 +75,10 @@ def max_loss(loss: Loss, mean: ArrayLike, precision: ArrayLike, *, resolution: f
             $P \times P$ matrix.
         resolution: Spacing of the grid in one dimension, less than the distance between neighbouring maxima.
 
-    >>> from bsam.theory.losses import quadratic
-    >>> max_loss(quadratic(0.0, 1.0), [1.0, 2.0], 2.0)
-    MaxLoss(value=array([1., 4.]), perturbation=array([1., 2.]))
+    Examples:
+        >>> from bsam.theory.losses import quadratic
+        >>> max_loss(quadratic(0.0, 1.0), [1.0, 2.0], 2.0)
+        MaxLoss(value=array([1., 4.]), perturbation=array([1., 2.]))
     """
     if loss.dim == 1:
         return _max_on_line(loss, np.asarray(mean, float), np.asarray(precision, float), resolution)
@@ -135,9 +136,10 @@ def conjugate(loss: Loss, natural: Pair, *, resolution: float = 0.02) -> Conjuga
     Returns:
         The value, which is +inf outside the domain of $f^*$, and the maximiser.
 
-    >>> from bsam.theory.losses import quadratic
-    >>> conjugate(quadratic(0.0, 1.0), (2.0, -1.0)).value.item()  # (lambda_1 + b)^2 / (4 (-lambda_2 - a / 2))
-    2.0
+    Examples:
+        >>> from bsam.theory.losses import quadratic
+        >>> conjugate(quadratic(0.0, 1.0), (2.0, -1.0)).value.item()  # (lambda_1 + b)^2 / (4 (-lambda_2 - a / 2))
+        2.0
     """
     lambda_1, S = np.asarray(natural[0], float), -2 * np.asarray(natural[1], float)
     if loss.dim == 1:

@@ -63,11 +63,12 @@ def biconjugate(
         tolerance: Largest allowed difference of the two bounds.
         resolution: First spacing of the grid, and the resolution of `conjugate`.
 
-    >>> from bsam.theory.fenchel import expected_negative_loss
-    >>> from bsam.theory.losses import three_minima
-    >>> loss, omega = three_minima(), np.array([-4.0, 0.0])
-    >>> bool((biconjugate(loss, omega, 0.5).value <= expected_negative_loss(loss, omega, 0.5).value).all())
-    True
+    Examples:
+        >>> from bsam.theory.fenchel import expected_negative_loss
+        >>> from bsam.theory.losses import three_minima
+        >>> loss, omega = three_minima(), np.array([-4.0, 0.0])
+        >>> bool((biconjugate(loss, omega, 0.5).value <= expected_negative_loss(loss, omega, 0.5).value).all())
+        True
     """
     omega, v = np.broadcast_arrays(np.asarray(mean, float), np.asarray(variance, float))
     if loss.dim != 1 or (v < 0).any():
@@ -200,12 +201,13 @@ def worst_case(
         tolerance: Largest allowed difference of the two bounds.
         max_rounds: Largest number of times that atoms are added.
 
-    >>> from bsam.theory.gaussian import Univariate
-    >>> from bsam.theory.losses import Loss, Majorant
-    >>> loss = Loss(np.cos, lambda t: -np.sin(t), lambda t: -np.cos(t), majorant=Majorant(1.0))
-    >>> worst = worst_case(loss, Univariate(), np.pi, 1.0)
-    >>> np.sort(worst.atoms - np.pi).round(6), worst.weights.round(6)
-    (array([-1.,  1.]), array([0.5, 0.5]))
+    Examples:
+        >>> from bsam.theory.gaussian import Univariate
+        >>> from bsam.theory.losses import Loss, Majorant
+        >>> loss = Loss(np.cos, lambda t: -np.sin(t), lambda t: -np.cos(t), majorant=Majorant(1.0))
+        >>> worst = worst_case(loss, Univariate(), np.pi, 1.0)
+        >>> np.sort(worst.atoms - np.pi).round(6), worst.weights.round(6)
+        (array([-1.,  1.]), array([0.5, 0.5]))
     """
     P = family.dim
     if loss.dim != P:

@@ -60,8 +60,9 @@ def expectation(
         RuntimeError: If the tolerance is not reached with `max_points` nodes.
         ValueError: If the function is not finite at a node.
 
-    >>> round(float(expectation(np.cos, 0.0, 1.0).value), 10), round(np.exp(-0.5).item(), 10)
-    (0.6065306597, 0.6065306597)
+    Examples:
+        >>> round(float(expectation(np.cos, 0.0, 1.0).value), 10), round(np.exp(-0.5).item(), 10)
+        (0.6065306597, 0.6065306597)
     """
     mean, covariance = np.asarray(mean, float), np.asarray(covariance, float)
     if dim == 1:
@@ -111,10 +112,11 @@ def expected_negative_loss(
 ) -> Expectation:
     r"""$f(\mu) = \mathbb E_{\theta \sim q_\mu} [-\ell(\theta)]$, Eq. 7, with the arguments of `expectation`.
 
-    >>> from bsam.theory.losses import quadratic
-    >>> f = expected_negative_loss(quadratic(0.0, 2.0), [0.0, 1.0], 0.5)
-    >>> f.value.round(12)
-    array([-0.5, -1.5])
+    Examples:
+        >>> from bsam.theory.losses import quadratic
+        >>> f = expected_negative_loss(quadratic(0.0, 2.0), [0.0, 1.0], 0.5)
+        >>> f.value.round(12)
+        array([-0.5, -1.5])
     """
     value, error, step = expectation(
         loss.value,
