@@ -31,7 +31,7 @@ import bsam
 from bsam.experiments.data import load
 from bsam.experiments.models import make_model
 from bsam.experiments.record import environment, read_json, write_json
-from bsam.experiments.style import BLACK, BLUE, GRAY, GREEN, ORANGE, PURPLE, RED, new_figure, save
+from bsam.experiments.style import BLACK, BLUE, GRAY, GREEN, ORANGE, PURPLE, RED, in_print, new_figure, save
 
 SHARES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.005)
 NUM_SAMPLES = 8
@@ -158,9 +158,9 @@ def find_flips(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def draw_pruning(record: dict[str, Any], path: Path) -> None:
     """Draw accuracy and NLL against the share of weights that is kept."""
-    figure = new_figure(9, 3.6)
+    figure = new_figure(5.2, 6.4)
     styles = {"signal_to_noise": (BLUE, "o", "signal-to-noise"), "magnitude": (RED, "s", "magnitude")}
-    for axes, metric, title in zip(figure.subplots(1, 2), ("accuracy", "nll"), ("accuracy", "NLL"), strict=True):
+    for axes, metric, title in zip(figure.subplots(2, 1), ("accuracy", "nll"), ("accuracy", "NLL"), strict=True):
         for by, (colour, marker, label) in styles.items():
             rows = [row for row in record["rows"] if row["by"] == by]
             kept = [100 * row["keep"] for row in rows]
@@ -178,7 +178,7 @@ def draw_pruning(record: dict[str, Any], path: Path) -> None:
 
 def draw_sensitivity(record: dict[str, Any], path: Path) -> None:
     """Draw the share of wrong labels found against the share of examples looked at."""
-    figure = new_figure(10, 3.4)
+    figure = new_figure(5.2, 7.6)
     colours = {
         "loss_change": (BLUE, "change of the loss"),
         "loss_without": (BLACK, "loss without the example"),
@@ -187,16 +187,16 @@ def draw_sensitivity(record: dict[str, Any], path: Path) -> None:
         "loss": (RED, "loss"),
         "margin": (ORANGE, "margin"),
     }
-    for axes, row in zip(figure.subplots(1, 2, sharey=True), record["epochs"], strict=True):
+    for axes, row in zip(figure.subplots(2, 1), record["epochs"], strict=True):
         for name, (colour, label) in colours.items():
             looked, found = zip(*row["scores"][name]["found"], strict=True)
             line = "--" if name in ("loss", "margin") else "-"
             axes.plot([100 * n for n in looked], [100 * n for n in found], color=colour, ls=line, label=label)
         axes.plot([0, 5, 20], [0, 100, 100], color=GRAY, lw=1, ls=":", label="best possible")
-        axes.set(title=f"after {row['epoch']} epochs", xlabel="training examples looked at (%)")
+        labels = {"xlabel": "training examples looked at (%)", "ylabel": "wrong labels found (%)"}
+        axes.set(title=f"after {row['epoch']} epochs", **labels)
         axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("wrong labels found (%)")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     save(figure, path)
 
 
@@ -212,8 +212,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.what == "draw":
         results = Path("results")
-        draw_pruning(read_json(results / "pruning.json"), IMAGES / "pruning.png")
-        draw_sensitivity(read_json(results / "sensitivity.json"), IMAGES / "wrong_labels.png")
+        with in_print():
+            draw_pruning(read_json(results / "pruning.json"), IMAGES / "pruning.svg")
+            draw_sensitivity(read_json(results / "sensitivity.json"), IMAGES / "wrong_labels.svg")
         return
     arguments.epochs = arguments.epochs or (6 if arguments.what == "pruning" else 30)
     begin, cpu = time.perf_counter(), time.process_time()

@@ -1,6 +1,7 @@
 """The built documentation in a browser: every page at four widths, light and dark, without a network."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,20 @@ NOT_IN_THE_FONT = """(characters) => {
 """Characters for which a browser takes another font: they look like the fallback, or differ with it."""
 
 
+PROSE = """() => {
+  const copy = (document.querySelector("article") ?? document.body).cloneNode(true);
+  for (const each of copy.querySelectorAll("code, pre, math, script, style")) each.remove();
+  return copy.textContent;
+}"""
+"""The text of a page without its code and its formulas."""
+PLAIN_BLOCKS = """() => [...document.querySelectorAll("article .highlight:not([class*=language], .doc-signature)")]
+  .map((block) => block.textContent.trim()).filter((text) => !text.startsWith(">>>"))"""
+"""Blocks of code without a language that are no doctest, as an indented block of a docstring is."""
+LATEX = re.compile(r".*(?:\$|\\[a-zA-Z]).*")
+GREEK = "alpha|beta[12]?|gamma|delta|epsilon|eps|lambda|mu|omega|rho|sigma|theta"
+ASCII = re.compile(rf".*(?:\bsqrt\b|\bnorm\(|sum_|\^|<-|f\*|\b(?:{GREEK})\b).*")
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory, browser):
     """The site, built as `make docs` does; only where there is a browser to look at it."""
@@ -104,6 +119,19 @@ def test_every_page_fits_is_legible_and_needs_no_network(site, browser, scheme):
                 wrong += [f"{name}: no glyph for {each}" for each in window.evaluate(MISSING_GLYPHS)]
             for text, ratio in window.evaluate(CONTRASTS).items():
                 wrong += [f"{name}: contrast {ratio:.2f} of {text!r}"] if ratio < 4.5 else []
+    assert wrong == []
+
+
+def test_no_page_shows_latex_and_no_docstring_a_formula_in_ascii(site, browser):
+    wrong = []
+    for path in pages(site):
+        name = path.relative_to(site).as_posix()
+        with opened(browser, path) as window:
+            prose = window.evaluate(PROSE)
+            wrong += [f"{name}: {each}" for each in LATEX.findall(prose)]
+            if name.startswith("reference/"):
+                wrong += [f"{name}: {each}" for each in ASCII.findall(prose)]
+                wrong += [f"{name}, a block without a language: {each}" for each in window.evaluate(PLAIN_BLOCKS)]
     assert wrong == []
 
 

@@ -10,14 +10,20 @@ from __future__ import annotations
 import re
 from html import escape, unescape
 from typing import Any
+from xml.etree import ElementTree
 
 import pypandoc  # type: ignore[import-untyped]
 
 __all__ = ["mathml", "on_page_content"]
 
+_NAMESPACE = "{http://www.w3.org/1998/Math/MathML}"
+ElementTree.register_namespace("", _NAMESPACE[1:-1])
 _FOUND = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+_JOINED = re.compile(r"""(\(?)(<math[^>]*display="inline"(?:(?!</math>).)*</math>)([.,;:!?)]*)""", re.DOTALL)
 _MATH = re.compile(r"<math.*?</math>", re.DOTALL)
 _TAG = re.compile(r"\\tag\{([^{}]*)\}")
+_TOKEN = r"<m[ino][^>]*>[^<]*</m[ino]>"
+_PRIMED_INDEX = re.compile(rf"<msubsup>({_TOKEN}{_TOKEN})<mo>(′+|″)</mo></msubsup>")
 _PRIMED = re.compile(r"<msup>(<mi[^>]*>[^<]*</mi>|<mrow>(?:(?!<m?row>).)*?</mrow>)<mo>(′+|″)</mo></msup>")
 
 
@@ -45,8 +51,24 @@ def _is_converted(formula: str) -> bool:
 def _polish(math: str) -> str:
     """Put primes on the base line, as fonts have them raised, and keep the bars of a norm as high as its content."""
     math = re.sub(r"<mo>(?:&#8289;|\u2061)</mo>", "", math)  # an invisible sign, which fonts lack
+    math = _spaced(math)
+    math = _PRIMED_INDEX.sub(r'<mrow><msub>\1</msub><mo lspace="0" rspace="0">\2</mo></mrow>', math)
     math = _PRIMED.sub(r'<mrow>\1<mo lspace="0" rspace="0">\2</mo></mrow>', math)
     return re.sub(r'<mo stretchy="true" form="(\w+)">([‖|])', r'<mo stretchy="false" form="\1">\2', math)
+
+
+def _spaced(math: str) -> str:
+    """Put a thin space after log, sup and the like, also with limits, unless a bracket or another space follows."""
+    root = ElementTree.fromstring(math)
+    for row in root.iter(f"{_NAMESPACE}mrow"):
+        for i in reversed(range(len(row) - 1)):
+            name, follows = row[i], row[i + 1]
+            while (tag := name.tag.removeprefix(_NAMESPACE)) in ("msub", "munder") or (tag, len(name)) == ("mrow", 1):
+                name = name[0]
+            is_name = name.get("mathvariant") == "normal" and len(name.text or "") > 1
+            if is_name and follows.get("form") != "prefix" and follows.tag != f"{_NAMESPACE}mspace":
+                row.insert(i + 1, ElementTree.Element(f"{_NAMESPACE}mspace", width="0.167em"))
+    return ElementTree.tostring(root, encoding="unicode", short_empty_elements=False)
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -67,4 +89,10 @@ def on_page_content(html: str, **_: Any) -> str:
         shown = f'<span class="number">({escape(number.group(1))})</span>' if number else ""
         return f'<div class="equation"><div class="scroll" tabindex="0">{next(converted)}</div>{shown}</div>'
 
-    return _FOUND.sub(replace, html)
+    return _JOINED.sub(_join, _FOUND.sub(replace, html))
+
+
+def _join(match: re.Match[str]) -> str:
+    """Keep a formula on one line with the brackets and punctuation marks around it."""
+    before, _, after = match.groups()
+    return f'<span class="joined">{match.group()}</span>' if before or after else match.group()

@@ -179,7 +179,7 @@ class LearnedNoise(nn.Module):
         return self.network(*args, **kwargs)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean over the examples of -log N(y; f, noise_std^2 I), for outputs and targets (n,) or (n, D)."""
+        """Return the mean negative log-likelihood over the examples, for outputs and targets (n,) or (n, D)."""
         if outputs.shape != targets.shape:
             raise ValueError(
                 f"targets of shape {tuple(targets.shape)} came with outputs of shape {tuple(outputs.shape)}: write "

@@ -25,6 +25,19 @@ def test_primes_stand_on_the_base_line_and_bars_keep_their_height():
     (found,) = mathml([r"$\delta' \lVert \epsilon \rVert$"])
     assert "<msup>" not in found
     assert 'stretchy="true"' not in found
+    (found,) = mathml([r"$\lambda_2'$"])
+    assert "<msub>" in found
+    assert "<msubsup>" not in found
+
+
+def test_a_thin_space_stands_between_a_name_and_a_letter():
+    space = '<mspace width="0.167em"></mspace>'
+    for formula in (r"$\log p$", r"$\max_k p_k$", r"$$\sup_{\lVert x \rVert \le 1} \ell$$"):
+        (found,) = mathml([formula])
+        assert found.count(space) == 1
+    for formula in (r"$\log (p)$", r"$\sup_x \, \ell$", r"$\sin$"):
+        (found,) = mathml([formula])
+        assert found.count("mspace") == 2 * formula.count(r"\,")
 
 
 def test_a_formula_that_pandoc_does_not_know_is_named():
@@ -41,6 +54,7 @@ def test_a_page():
     assert found.count("<math") == 2
     assert '<span class="number">(9)</span>' in found
     assert "arithmatex" not in found
+    assert re.search(r'<span class="joined"><math(?:(?!</math>).)*</math>\.</span></p>', found)
     assert "<pre>$x$</pre>" in found
     assert on_page_content("<p>no formula</p>") == "<p>no formula</p>"
 

@@ -1,16 +1,21 @@
-"""Calibration errors of class probabilities, over bins of equal width or of equal size.
+r"""Calibration errors of class probabilities, over bins of equal width or of equal size.
 
-With the confidences c_i of n examples, whether each prediction is correct (a_i), and bins b of n_b examples,
+With the confidences $c_i$ of $n$ examples, whether each prediction is correct ($a_i$ is 1 or 0), and bins $b$ of $n_b$
+examples, in which $a_i$ and $c_i$ have the means $\bar a_b$ and $\bar c_b$, the error is
 
-    error            =  sum_b n_b/n |mean of a_i in b - mean of c_i in b|
+```math
+\sum_b \frac{n_b}{n} \lvert \bar a_b - \bar c_b \rvert
+```
 
-    ECE              the largest probability c_i, B bins of equal width                       Guo et al. (2017)
-    adaptive ECE     the same, B bins of equal size                                           Nguyen and O'Connor (2015)
-    class-wise ECE   the mean over all classes k of the error with c_i = p_ik, a_i = [y_i = k]      Kull et al. (2019)
+| name | of what | source |
+|---|---|---|
+| ECE | the largest probability is $c_i$; bins of equal width | Guo et al. (2017) |
+| adaptive ECE | the same; bins of equal size | Nguyen and O'Connor (2015) |
+| class-wise ECE | the mean over the classes $k$, with $c_i = p_{ik}$ and $a_i = [y_i = k]$ | Kull et al. (2019) |
 
 The class-wise error with bins of equal size is the adaptive calibration error of Nixon et al. (2019),
-https://arxiv.org/abs/1904.01685. Bins of equal size are made by sorting; their sizes differ by at most one. Examples of
-equal confidence count with their mean a_i, so that their order does not matter.
+<https://arxiv.org/abs/1904.01685>. Bins of equal size are made by sorting; their sizes differ by at most one. Examples
+of equal confidence count with their mean $a_i$, so that their order does not matter.
 
 None of these errors has a bootstrap interval, for the reason that `bsam.metrics.classes` gives.
 """
@@ -31,7 +36,9 @@ __all__ = ["ReliabilityTable", "adaptive_ece", "classwise_ece", "ece_of", "relia
 
 @dataclass(frozen=True, eq=False)
 class ReliabilityTable:
-    """Statistics per confidence bin ((b-1)/B, b/B], in order: float64 tensors of length B.
+    """Statistics per confidence bin, in order: float64 tensors of length $B$.
+
+    Bin $b$ has the confidences above $(b - 1) / B$ and at most $b / B$.
 
     Attributes:
         count: number of examples.
@@ -83,7 +90,7 @@ def adaptive_ece(log_probs: Tensor, labels: Tensor, num_bins: int = 20) -> float
         labels: Integer labels, (n, ...).
         num_bins: Number of bins; with fewer examples, one bin per example.
 
-    Example:
+    Examples:
         >>> p = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.6, 0.4], [0.6, 0.4]])
         >>> round(adaptive_ece(p.log(), torch.tensor([0, 0, 0, 1]), num_bins=2), 4)
         0.1

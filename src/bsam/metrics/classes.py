@@ -1,33 +1,36 @@
-"""Metrics of class probabilities: accuracy, NLL, ECE, AUROC and Brier score.
+r"""Metrics of class probabilities: accuracy, NLL, ECE, AUROC and Brier score.
 
-Every example i has log-probabilities log p_ik over K classes and a label y_i. Its prediction is the class with the
-largest probability (the lowest index among equals). Its confidence c_i is this probability. a_i is 1 if the prediction
-is correct and 0 if not. Over n examples:
+Every example $i$ has log-probabilities $\log p_{ik}$ over $K$ classes and a label $y_i$. Its prediction is the class
+with the largest probability (the lowest index among equals). Its confidence $c_i$ is this probability. $a_i$ is 1 if
+the prediction is correct and 0 if not. $[\cdot]$ is 1 if the statement is true and 0 if not. Over $n$ examples:
 
-    accuracy  =  1/n sum_i a_i
-    NLL       =  -1/n sum_i log p_i,y_i                        natural logarithm
-    ECE       =  sum_b n_b/n |acc_b - conf_b|                  B bins of equal width, bin b: (b - 1)/B < c_i <= b/B
-    AUROC     =  P(c_i > c_j) + 1/2 P(c_i = c_j)               for i correct and j misclassified
-    Brier     =  1/n sum_i sum_k (p_ik - [y_i = k])^2          from 0 to 2
+| metric | formula | remark |
+|---|---|---|
+| accuracy | $\frac1n \sum_i a_i$ | |
+| NLL | $-\frac1n \sum_i \log p_{i, y_i}$ | natural logarithm |
+| ECE | $\sum_b \frac{n_b}{n} \lvert \bar a_b - \bar c_b \rvert$ | $B$ bins: $(b - 1) / B < c_i \le b / B$ in bin $b$ |
+| AUROC | $P(c_i > c_j) + \frac12 P(c_i = c_j)$ | for $i$ correct and $j$ misclassified |
+| Brier | $\frac1n \sum_i \sum_k (p_{ik} - [y_i = k])^2$ | from 0 to 2 |
 
-If an example has several labels (tokens, pixels, the questions of a multi-label problem), i runs over all labels of all
-examples, except those that are ignored. The bootstrap resamples whole examples, because the labels of one example may
-depend on each other: a bootstrap over labels would give intervals that are too narrow.
+If an example has several labels (tokens, pixels, the questions of a multi-label problem), $i$ runs over all labels of
+all examples, except those that are ignored. The bootstrap resamples whole examples, because the labels of one example
+may depend on each other: a bootstrap over labels would give intervals that are too narrow.
 
-- ECE: Guo et al. (2017), https://arxiv.org/abs/1706.04599; acc_b and conf_b are the means of a_i and c_i in a bin.
-- AUROC of misclassification: Osawa et al. (2019), appendix H, https://arxiv.org/abs/1906.02506. It is exact, without a
-  grid of thresholds. It is NaN if all examples are correct or all are wrong.
+- ECE: Guo et al. (2017), <https://arxiv.org/abs/1706.04599>; $\bar a_b$ and $\bar c_b$ are the means of $a_i$ and $c_i$
+  in a bin of $n_b$ examples.
+- AUROC of misclassification: Osawa et al. (2019), appendix H, <https://arxiv.org/abs/1906.02506>. It is exact, without
+  a grid of thresholds. It is NaN if all examples are correct or all are wrong.
 
 Other packages may give other numbers. torchmetrics <= 1.9 counts a confidence of exactly 1.0 in a separate
-extra bin (https://github.com/Lightning-AI/torchmetrics/issues/3510), which changes the ECE of a network
+extra bin (<https://github.com/Lightning-AI/torchmetrics/issues/3510>), which changes the ECE of a network
 that saturates; here 1.0 belongs to the last bin. Its bins are also closed on the left, while those of
 Guo et al. are closed on the right. scikit-learn halves the Brier score of two classes.
 
-The ECE has no bootstrap interval. Noise in a bin always adds to |acc_b - conf_b|, so the ECE of a sample is biased
-upwards, and the ECE of a resample is biased twice. If the probabilities are calibrated, a percentile interval never
-covers the ECE of the population, and a basic or a bias-corrected interval covers it in about half of the samples at
-best. The bias depends on the number of examples: compare the ECE of two methods on sets of the same size, over several
-seeds.
+The ECE has no bootstrap interval. Noise in a bin always adds to $\lvert \bar a_b - \bar c_b \rvert$, so the ECE of a
+sample is biased upwards, and the ECE of a resample is biased twice. If the probabilities are calibrated, a percentile
+interval never covers the ECE of the population, and a basic or a bias-corrected interval covers it in about half of the
+samples at best. The bias depends on the number of examples: compare the ECE of two methods on sets of the same size,
+over several seeds.
 """
 
 from __future__ import annotations
@@ -155,7 +158,7 @@ class Metrics:
         num_bins: number of confidence bins of the ECE.
         ignore_index: labels with this number are not rated, like -100 in torch; None rates all labels.
 
-    Example:
+    Examples:
         >>> import torch
         >>> metrics = Metrics()
         >>> for p, y in [([0.9, 0.1], 0), ([0.2, 0.8], 1), ([0.6, 0.4], 1)]:
@@ -295,7 +298,7 @@ def nll(log_probs: Tensor, labels: Tensor) -> float:
 def ece(log_probs: Tensor, labels: Tensor, num_bins: int = 20) -> float:
     """Expected calibration error over equal-width bins, closed on the right.
 
-    Example:
+    Examples:
         >>> import torch
         >>> p = torch.tensor([[0.9, 0.1], [0.9, 0.1]])  # confidence 0.9, accuracy 0.5
         >>> round(ece(p.log(), torch.tensor([0, 1])), 4)

@@ -1,28 +1,42 @@
-"""Metrics of real predictions: NLL, RMSE, R^2, coverage, CRPS, and the calibration of quantiles.
+r"""Metrics of real predictions: NLL, RMSE, $R^2$, coverage, CRPS, and the calibration of quantiles.
 
-Every example i has D targets y_id, their predicted means f_id, the log-density log p(y_i) of all its targets, and the
-predicted probability F_id of a smaller target. Over n examples:
+Every example $i$ has $D$ targets $y_{id}$, their predicted means $f_{id}$, the log-density $\log p(y_i)$ of all its
+targets, and the predicted probability $F_{id}$ of a smaller target. $[\cdot]$ is 1 if the statement is true and 0 if
+not, and $\bar y_d$ is the mean target of output $d$. Over $n$ examples:
 
-    NLL          =  -1/n sum_i log p(y_i)                        natural logarithm
-    RMSE         =  sqrt(1/(n D) sum_id (y_id - f_id)^2)
-    R^2          =  1/D sum_d (1 - sum_i (y_id - f_id)^2 / sum_i (y_id - mean_d)^2)
-    coverage_q   =  1/(n D) sum_id [|2 F_id - 1| <= q/100]       targets inside the central interval of q%
+| metric | formula | remark |
+|---|---|---|
+| NLL | $-\frac1n \sum_i \log p(y_i)$ | natural logarithm |
+| RMSE | $\sqrt{\frac{1}{n D} \sum_{id} (y_{id} - f_{id})^2}$ | |
+| $R^2$ | $1 - \sum_i (y_{id} - f_{id})^2 / \sum_i (y_{id} - \bar y_d)^2$ | the mean of this over the outputs $d$ |
+| coverage | $\frac{1}{n D} \sum_{id} [\lvert 2 F_{id} - 1 \rvert \le q]$ | targets in the central interval of $q$ |
 
-R^2 is NaN if all targets of an output are equal. The coverage of calibrated predictions is q%, up to chance. It is
-exact for the mixture of Gaussians that `bsam.predict` averages, which is not a Gaussian.
+$R^2$ is NaN if all targets of an output are equal. $q$ is 50% or 95%, and the coverage of calibrated predictions is
+$q$, up to chance. It is exact for the mixture of Gaussians that `bsam.predict` averages, which is not a Gaussian.
 
-The continuous ranked probability score (Gneiting and Raftery, 2007) is the mean over all n D targets of
+The continuous ranked probability score (Gneiting and Raftery, 2007) is the mean over all $n D$ targets of
 
-    CRPS(F, y)  =  integral of (F(z) - [z >= y])^2 dz
+```math
+\mathrm{CRPS}(F, y) = \int (F(z) - [z \ge y])^2 \, dz
+```
 
-in units of the targets; smaller is better. For a Gaussian, and for a mixture of Gaussians with means f_s, weights w_s
-and one variance v, it has closed forms (Grimit et al., 2006). With A(m, v) = 2 sqrt(v) phi(m / sqrt(v)) + m (2 Phi(m /
-sqrt(v)) - 1), where phi and Phi are density and distribution function of N(0, 1),
+in units of the targets; smaller is better. For a Gaussian, and for a mixture of Gaussians with means $f_s$, weights
+$w_s$ and one variance $v$, it has closed forms (Grimit et al., 2006). Let $A(m, v)$ be the expectation of
+$\lvert X \rvert$ for $X \sim \mathcal N(m, v)$:
 
-    CRPS  =  sum_s w_s A(y - f_s, v) - 1/2 sum_st w_s w_t A(f_s - f_t, 2 v)
+```math
+A(m, v) = 2 \sqrt v \, \phi(m / \sqrt v) + m \, (2 \Phi(m / \sqrt v) - 1)
+```
 
-The calibration of quantiles compares a level q with the share of the F_id that are <= q (Kuleshov et al., 2018). Its
-error is the area between this curve and the diagonal, over all levels; it has no interval, as all calibration errors.
+where $\phi$ and $\Phi$ are density and distribution function of $\mathcal N(0, 1)$. Then
+
+```math
+\mathrm{CRPS} = \sum_s w_s A(y - f_s, v) - \frac12 \sum_{st} w_s w_t A(f_s - f_t, 2 v)
+```
+
+The calibration of quantiles compares a level $q$ with the share of the $F_{id}$ that are at most $q$ (Kuleshov et al.,
+2018). Its error is the area between this curve and the diagonal, over all levels; it has no interval, as all
+calibration errors.
 """
 
 from __future__ import annotations
@@ -234,10 +248,10 @@ def _crps_of_mixture(y: Tensor, f: Tensor, w: Tensor, variance: float) -> Tensor
 
 @dataclass(frozen=True, eq=False)
 class QuantileTable:
-    """How often targets are below predicted quantiles.
+    r"""How often targets are below predicted quantiles.
 
     Attributes:
-        level: the levels 0, 1/m, .. 1 of the quantiles, a float64 tensor.
+        level: the levels $0, 1/m, 2/m, \dots, 1$ of the quantiles, a float64 tensor.
         observed: the share of targets below the quantile of each level.
         error: the area between the curve and the diagonal, over all levels and not only those of the table; 0 is
             perfect, 0.5 the worst.
@@ -253,7 +267,7 @@ def quantile_calibration(predictions: HasGaussianPredictions, num_levels: int = 
 
     Args:
         predictions: `bsam.GaussianPredictions` with targets.
-        num_levels: The number m of steps between the levels 0 and 1.
+        num_levels: The number $m$ of steps between the levels 0 and 1.
     """
     if not isinstance(num_levels, int) or num_levels < 1:
         raise ValueError(f"num_levels must be a positive integer, got {num_levels!r}; write 20 for the default")

@@ -1,26 +1,31 @@
-"""What accuracy is left if doubtful predictions are rejected, and which of them to reject.
+r"""What accuracy is left if doubtful predictions are rejected, and which of them to reject.
 
-Predictions are accepted in the order of their doubt s (`bsam.metrics.scores`), the most certain ones first. With n
-labels, of which e_k among the k most certain are predicted wrongly,
+Predictions are accepted in the order of their doubt $s$ (`bsam.metrics.scores`), the most certain ones first. There are
+$n$ labels, and $e_k$ of the $k$ most certain ones are predicted wrongly.
 
-    coverage  =  k/n            the share that is accepted
-    risk      =  e_k/k          the share of errors among the accepted
-    area      =  1/n sum_k e_k/k                    the mean risk over all coverages; Geifman and El-Yaniv (2017)
-    accuracy at c%  =  1 - e_k/k,                   k = ceil(c n / 100)
+| metric | formula | meaning |
+|---|---|---|
+| coverage | $k / n$ | the share that is accepted |
+| risk | $e_k / k$ | the share of errors among the accepted |
+| area | $\frac1n \sum_k e_k / k$ | the mean risk over all coverages; Geifman and El-Yaniv (2017) |
+| accuracy at $c$% | $1 - e_k / k$, $k = \lceil c n / 100 \rceil$ | the accuracy of the $c$% with the least doubt |
 
-If several labels have the same score, e_k is its expectation over a random order of them, so that the order of the data
-does not matter. The area is at best that of a perfect order, which is above 0 if there are errors.
+If several labels have the same score, $e_k$ is its expectation over a random order of them, so that the order of the
+data does not matter. The area is at best that of a perfect order, which is above 0 if there are errors.
 
 The threshold for a wanted risk
 -------------------------------
-`threshold_for_risk` chooses the largest coverage k/n, in steps of 5%, at which the risk is below the wanted r with the
-probability `level`. Let t be the score of example k + 1. The k' examples with s < t are independent draws from all
-examples with s < t, so that their number of errors is binomial with the unknown risk R(t). The threshold is safe if
+`threshold_for_risk` chooses the largest coverage $k / n$, in steps of 5%, at which the risk is below the wanted $r$
+with the probability `level`. Let $t$ be the score of example $k + 1$. The $k'$ examples with $s < t$ are independent
+draws from all examples with $s < t$, so that their number of errors is binomial with the unknown risk $R(t)$. The
+threshold is safe if
 
-    P(Binomial(k', r) <= e)  <=  (1 - level) / 20
+```math
+P(\mathrm{Binomial}(k', r) \le e) \le \frac{1 - \text{level}}{20}
+```
 
-where e is the number of errors that were seen, and 20 the number of thresholds that are tried. If every R(t) above r is
-called safe with at most this probability, then one of the 20 is with at most 1 - level.
+where $e$ is the number of errors that were seen, and 20 the number of thresholds that are tried. If every $R(t)$ above
+$r$ is called safe with at most this probability, then one of the 20 is with at most 1 - `level`.
 """
 
 from __future__ import annotations
@@ -150,7 +155,7 @@ def rate_rejection(
         level: Coverage of the intervals.
         seed: Seed of the bootstrap's separate generator.
 
-    Example:
+    Examples:
         >>> p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.6, 0.4]])
         >>> print(rate_rejection((p.log(), torch.tensor([0, 0, 0, 1])), num_bootstrap=0))
         4 examples
@@ -219,7 +224,7 @@ def threshold_for_risk(
 ) -> Threshold:
     """Choose which predictions to accept, so that at most a wanted share of the accepted ones are errors.
 
-    With `level`, the promise is for new data of the same kind (see above): it fails for at most 1 - level of all
+    With `level`, the promise is for new data of the same kind (see above): it fails for at most 1 - `level` of all
     calibration sets that could have been drawn. With `level=None` the share is kept on the given data only, and a
     larger one must be expected on new data.
 
@@ -230,7 +235,7 @@ def threshold_for_risk(
         score: Which score of doubt is compared with the threshold, see `bsam.metrics.doubt`.
         level: The probability of the guarantee, or None.
 
-    Example:
+    Examples:
         >>> p = torch.tensor([[0.99, 0.01]] * 200 + [[0.6, 0.4]] * 100)
         >>> rule = threshold_for_risk((p.log(), torch.tensor([0] * 200 + [0, 1] * 50)), 0.05)
         >>> print(round(rule.threshold, 4), round(rule.coverage, 4))

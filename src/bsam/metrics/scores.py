@@ -1,9 +1,13 @@
-"""Scores of doubt: one number per prediction that is larger where the prediction should be trusted less.
+r"""Scores of doubt: one number per prediction that is larger where the prediction should be trusted less.
 
-    "confidence"          1 - max_k p_k                            the probability of an error, as predicted
-    "entropy"             -sum_k p_k log p_k                       total uncertainty, in nats
-    "mutual_information"  H[mean of p] - mean of H[p]              disagreement of the samples (epistemic), in nats
-    "energy"              mean of -log sum_k exp(logit_k)          over the samples; Liu et al. (2020), NeurIPS
+| score | formula | meaning |
+|---|---|---|
+| `"confidence"` | $1 - \max_k p_k$ | the probability of an error, as predicted |
+| `"entropy"` | $H[p] = -\sum_k p_k \log p_k$ | total uncertainty, in nats |
+| `"mutual_information"` | $H[p]$ minus the mean of $H[p_s]$ | disagreement of the samples (epistemic), in nats |
+| `"energy"` | the mean of $-\log \sum_k \exp f_{sk}$ | energy of the logits, Liu et al. (2020), NeurIPS |
+
+Here $p$ is the mean of the probabilities $p_s$ over samples $s$ of the weights, and $f_s$ are the logits of a sample.
 
 The first two need probabilities alone. The mutual information is in `bsam.Predictions`, and 0 everywhere if no weight
 is sampled. The energy needs logits, because probabilities do not change if a constant is added to all logits:
@@ -33,7 +37,7 @@ def doubt(predictions: ClassPredictions, score: Score = "confidence") -> Tensor:
             labels). The labels are not used.
         score: `"confidence"`, `"entropy"`, `"mutual_information"` or `"energy"`; see above.
 
-    Example:
+    Examples:
         >>> p = torch.tensor([[0.9, 0.1], [0.5, 0.5]], dtype=torch.float64)
         >>> doubt((p.log(), torch.tensor([0, 0])))
         tensor([0.1000, 0.5000], dtype=torch.float64)

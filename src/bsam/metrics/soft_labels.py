@@ -1,9 +1,11 @@
-"""Probabilities against soft labels: the shares of several people's answers.
+r"""Probabilities against soft labels: the shares of several people's answers.
 
-With the predicted probabilities p_ik and the shares q_ik, which sum to 1 for each of n examples,
+The predicted probabilities are $p_{ik}$. The shares $q_{ik}$ sum to 1 for each of $n$ examples.
 
-    cross-entropy  =  -1/n sum_ik q_ik log p_ik             natural logarithm; 0 log 0 = 0
-    KL             =  1/n sum_ik q_ik log(q_ik / p_ik)      the cross-entropy above its smallest value, at p = q
+| metric | formula | remark |
+|---|---|---|
+| cross-entropy | $-\frac1n \sum_{ik} q_{ik} \log p_{ik}$ | natural logarithm; $0 \log 0 = 0$ |
+| KL | $\frac1n \sum_{ik} q_{ik} \log (q_{ik} / p_{ik})$ | the cross-entropy above its smallest value, at $p = q$ |
 
 With one-hot shares the cross-entropy is the NLL. (Peterson et al., 2019, ICCV, have such labels of CIFAR-10.)
 """
@@ -53,7 +55,7 @@ def rate_soft_labels(
         level: Coverage of the intervals.
         seed: Seed of the bootstrap's separate generator.
 
-    Example:
+    Examples:
         >>> p = torch.tensor([[0.5, 0.5], [0.8, 0.2]])
         >>> print(rate_soft_labels(p.log(), torch.tensor([[0.5, 0.5], [1.0, 0.0]]), num_bootstrap=0))
         2 examples

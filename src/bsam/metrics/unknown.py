@@ -1,13 +1,14 @@
-"""How well doubt tells unknown inputs, of another kind than the training data, from known ones.
+r"""How well doubt tells unknown inputs, of another kind than the training data, from known ones.
 
-Known examples i and unknown examples j have scores of doubt s (`bsam.metrics.scores`). A threshold t accepts the
-examples with s <= t. All numbers are exact, with every distinct score as a threshold:
+Known examples $i$ and unknown examples $j$ have scores of doubt $s$ (`bsam.metrics.scores`). A threshold $t$ accepts
+the examples with $s \le t$. All numbers are exact, with every distinct score as a threshold:
 
-    AUROC         =  P(s_j > s_i) + 1/2 P(s_j = s_i)                                 0.5 is chance
-    AUPR known    =  sum_t (recall_t - recall_before) precision_t                    known examples are the positives
-    AUPR unknown  =  the same from the largest score down                            unknown examples are the positives
-    FPR at 95%    =  share of unknown examples with s_j <= t, where t is the smallest threshold
-                     that accepts at least 95% of the known examples
+| metric | definition | remark |
+|---|---|---|
+| AUROC | $P(s_j > s_i) + \frac12 P(s_j = s_i)$ | 0.5 is chance |
+| AUPR known | $\sum_t (R_t - R_{t-1}) P_t$, recall $R_t$, precision $P_t$ | known examples are the positives |
+| AUPR unknown | the same from the largest score down | unknown examples are the positives |
+| FPR at 95% | share of unknown examples with $s_j \le t$ | $t$ is the smallest that accepts 95% of the known examples |
 
 The area under precision and recall is the step-wise sum ("average precision" of scikit-learn); at chance it is the
 share of its positives, so it depends on how many examples of each kind there are. FPR at 95% has the known examples as
@@ -73,7 +74,7 @@ def rate_unknown(
         level: Coverage of the intervals.
         seed: Seed of the bootstrap's separate generator.
 
-    Example:
+    Examples:
         >>> print(rate_unknown(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.5, 0.9]), num_bootstrap=0))
         5 examples
         auroc          0.8333

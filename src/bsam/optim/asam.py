@@ -45,20 +45,21 @@ def axes(omega: Tensor, eta: float | Tensor) -> Tensor:
 
 
 class ASAM(SAM):
-    """Adaptive SAM with a base optimizer.
+    r"""Adaptive SAM with a base optimizer.
 
     Args:
         params: Parameters, named parameters, or groups of them. A group may override `rho`, `eta` and every option of
             the base optimizer, and set `perturb=False` to be left out of the adversarial step.
         base_optimizer: A torch optimizer class, or a function that makes an optimizer. It is called with the groups
             and `base_kwargs`.
-        rho: Radius of the ball, in units of |omega| + eta. Good values are about 10 times SAM's (0.5 to 2).
+        rho: Radius of the ball, in units of $\lvert \omega \rvert + \eta$. Good values are about 10 times SAM's (0.5 to
+            2).
         eta: Constant that is added to the absolute values of the weights, so that weights at 0 are perturbed too.
         splits: Number of parts of each minibatch. Each part has its own perturbation (m-sharpness): more parts change
             the method. Micro-batches of several `probe` calls are further parts.
         nonfinite: `"raise"` raises at a loss or gradient that is not finite. `"skip"` skips the step and counts it
             in `skipped_steps` (here this costs one synchronisation with the device per step).
-        max_grad_norm: Clips the norm of g_eps, the averaged gradient at the perturbed weights.
+        max_grad_norm: Clips the norm of $g_\epsilon$, the averaged gradient at the perturbed weights.
         module: The model. With it, the optimizer can handle BatchNorm, compute the splits together, and name
             parameters in messages.
         batch_norm: Which passes update BatchNorm's running statistics, see `bsam.batch_norm`.

@@ -102,7 +102,7 @@ class ProbingOptimizer(DiagnosingOptimizer):
 
     @property
     def effective_num_data(self) -> float:
-        """The number of examples N in the variance of the noise."""
+        """The number of examples $N$ in the variance of the noise."""
         return 1.0
 
     def _update(self, slot: Slot, **averages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

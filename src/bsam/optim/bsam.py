@@ -1,4 +1,4 @@
-r"""bSAM: SAM that learns a Gaussian posterior over the weights.
+"""bSAM: SAM that learns a Gaussian posterior over the weights.
 
 Möllenhoff and Khan (2023), "SAM as an Optimal Relaxation of Bayes", ICLR; Algorithm 1 (the red boxes) and, for
 several splits, the listing of appendix E.4 ("bSAM algorithm with m-sharpness").
@@ -108,42 +108,47 @@ def update(
 
 
 class BSAM(GaussianOptimizer):
-    """Bayesian SAM.
+    r"""Bayesian SAM.
+
+    Letters and numbers of lines are those of the algorithm in the docstring of `bsam.optim.bsam`.
 
     Args:
         params: Parameters, named parameters, or groups of them. A group may override `lr`, `rho`,
             `prior_precision`, `betas` and `damping`, and set `perturb=False` (no adversarial step) or
             `sample=False` (no noise; its posterior is a point).
-        lr: Learning rate alpha. The step is g / s, not g / sqrt(s): Adam's values are about 1,000 times too small.
+        lr: Learning rate $\alpha$. The step is $g / s$, not $g / \sqrt s$: Adam's values are about 1,000 times too
+            small.
         num_data: Number of training examples. The loss of a batch is a mean, and the posterior needs the sum over all
             examples, so this number sets how certain the posterior is.
         rho: Size of the adversarial step.
-        prior_precision: Precision of the Gaussian prior on the weights (N delta in the paper). It also acts as weight
-            decay of strength prior_precision / N on all parameters.
-        weight_decay: The same in the units of torch's optimizers: prior_precision = weight_decay * N. Give one of the
+        prior_precision: Precision of the Gaussian prior on the weights ($N \delta$ in the paper). It also acts as
+            weight decay of strength `prior_precision / N` on all parameters.
+        weight_decay: The same in the units of torch's optimizers: `prior_precision = weight_decay * N`. Give one of the
             two; without both it is 5e-4. Groups take both names as well.
         betas: Decay of the averages of the gradient and of the precision. The precision starts at `init_precision` and
-            forgets this value in about 1 / (1 - beta2) steps.
-        damping: Constant gamma that is added to the curvature.
+            forgets this value in about $1 / (1 - \beta_2)$ steps.
+        damping: Constant $\gamma$ that is added to the curvature.
         init_precision: First value of `unit_precision`.
         augmentation_factor: The factor by which augmentation enlarges the data set (the paper uses 4 for crops and
-            flips): N is num_data * augmentation_factor.
+            flips): $N$ is `num_data * augmentation_factor`.
         splits: Number of parts of each minibatch. Each part has its own noise and perturbation (m-sharpness; the paper
             uses 8): more parts change the method. Micro-batches of several `probe` calls are further parts.
         perturb_from: Where the adversarial step of a split starts. `"sample"`: at the weights that were sampled for its
             first gradient. `"mean"`: at the mean, as Algorithm 1 prints it.
-        curvature: `"mean_abs"`, the mean of |g_k| over the splits, or `"abs_mean"`, |mean of g_k|.
-        sqrt_num_data: Whether the curvature is sqrt(N s) |g|, as in the derivation, or sqrt(s) |g|, as Algorithm 1
-            prints it. With the factor the width of the posterior follows the gradients; without it the damping sets
-            most of the width. In long training on many data, compare both (docs/settings.md).
+        curvature: `"mean_abs"`, the mean of $\lvert g_k \rvert$ over the splits $k$, or `"abs_mean"`, the absolute
+            value of the mean of $g_k$.
+        sqrt_num_data: Whether the curvature is $\sqrt{N s} \lvert g \rvert$, as in the derivation, or
+            $\sqrt s \lvert g \rvert$, as Algorithm 1 prints it. With the factor $\sqrt N$ the width of the posterior
+            follows the gradients; without it the damping sets most of the width. In long training on many data, compare
+            both (docs/settings.md).
         max_noise: Limits the noise of a matrix of weights to this share of their root mean square. It matters for few
             data and for wide layers with small weights, where the noise would hide the weights. None sets no limit, as
             in the paper.
         sample_noise: False leaves line 3 out, which is the paper's "bSAM w/o noise".
         nonfinite: `"raise"` raises at a loss or gradient that is not finite. `"skip"` skips the step and counts it
             in `skipped_steps`.
-        max_grad_norm: Clips the norm of g_eps, the averaged gradient at the perturbed weights (line 6), before the
-            prior is added. The first gradients (line 4) are not clipped.
+        max_grad_norm: Clips the norm of $g_\epsilon$, the averaged gradient at the perturbed weights (line 6), before
+            the prior is added. The first gradients (line 4) are not clipped.
         module: The model. With it, the optimizer can handle BatchNorm, compute the splits together, and name
             parameters in messages.
         batch_norm: Which passes update BatchNorm's running statistics, see `bsam.batch_norm`.
@@ -275,17 +280,19 @@ class BSAM(GaussianOptimizer):
         num_data: float,
         **further: Any,
     ) -> BSAM:
-        """Make a bSAM for a problem on which `torch.optim.AdamW(params, lr, betas, weight_decay)` works.
+        r"""Make a bSAM for a problem on which `torch.optim.AdamW(params, lr, betas, weight_decay)` works.
 
         There is no algebra between the two: AdamW divides a gradient by its size, bSAM by a precision. The conversion
         is a rule that was found by trying rates of both on small problems (docs/coming_from.md). AdamW's defaults
         become bSAM's. Where AdamW needs a rate that is ten times larger, bSAM needs about twice its own:
 
-            lr of bSAM  =  (lr of AdamW / 0.001)^(1/4)
+        ```math
+        \alpha_{\text{bSAM}} = (\alpha_{\text{AdamW}} / 0.001)^{1/4}
+        ```
 
-        beta1 is AdamW's. Weights that AdamW decays have bSAM's default weight decay, and the others none: AdamW takes
-        lr * weight_decay of a weight per step, which is usually too little to say how strong the prior is. beta2 and
-        all other options are bSAM's defaults, because AdamW's beta2 is the memory of another average.
+        $\beta_1$ is AdamW's. Weights that AdamW decays have bSAM's default weight decay, and the others none: AdamW
+        takes `lr * weight_decay` of a weight per step, which is usually too little to say how strong the prior is.
+        $\beta_2$ and all other options are bSAM's defaults, because AdamW's $\beta_2$ is the memory of another average.
 
         Args:
             params: Parameters, named parameters, or groups of them. `lr` and `weight_decay` of a group are AdamW's.

@@ -97,36 +97,38 @@ def update(
 
 
 class IVON(GaussianOptimizer):
-    """Improved variational online Newton.
+    r"""Improved variational online Newton.
 
-    One gradient per step, at weights that are sampled from the posterior: the cost of Adam.
+    One gradient per step, at weights that are sampled from the posterior: the cost of Adam. Letters and numbers of
+    lines are those of the algorithm in the docstring of `bsam.optim.ivon`.
 
     Args:
         params: Parameters, named parameters, or groups of them. A group may override `lr`, `prior_precision`, `betas`
             and `clip_radius`, and set `sample=False` (no noise; its posterior is a point, and its Hessian stays at
             `initial_hessian`).
-        lr: Learning rate alpha. The step is g / (h + delta): rates are about `initial_hessian` times those of SGD.
+        lr: Learning rate $\alpha$. The step is $g / (h + \delta)$: rates are about `initial_hessian` times those of
+            SGD.
         num_data: Number of training examples. The loss of a batch is a mean, and the posterior needs the sum over all
             examples, so this number sets how certain the posterior is.
-        prior_precision: Precision of the Gaussian prior on the weights (N delta in the paper), 25 by default. It also
-            acts as weight decay of strength prior_precision / N on all parameters.
-        weight_decay: The same in the units of torch's optimizers: prior_precision = weight_decay * N. Give one of the
+        prior_precision: Precision of the Gaussian prior on the weights ($N \delta$ in the paper), 25 by default. It
+            also acts as weight decay of strength `prior_precision / N` on all parameters.
+        weight_decay: The same in the units of torch's optimizers: `prior_precision = weight_decay * N`. Give one of the
             two. Groups take both names as well.
-        betas: Decay of the averages of the gradient and of the Hessian. The paper's beta2 = 0.99999 is for runs of
+        betas: Decay of the averages of the gradient and of the Hessian. The paper's $\beta_2 = 0.99999$ is for runs of
             100,000 steps and more; use 0.999 for some thousand steps.
         initial_hessian: First value of `hessian`. The first samples have the standard deviation
-            1 / sqrt(N initial_hessian + prior_precision). If the value is too small, the noise of the first steps is
-            too large to learn.
-        augmentation_factor: The factor by which augmentation enlarges the data set: N is num_data *
-            augmentation_factor.
+            `1 / sqrt(N * initial_hessian + prior_precision)`. If the value is too small, the noise of the first steps
+            is too large to learn.
+        augmentation_factor: The factor by which augmentation enlarges the data set: $N$ is
+            `num_data * augmentation_factor`.
         splits: Number of parts of each minibatch. Each part has its own weight sample: more parts change the method.
             Micro-batches of several `probe` calls are further parts.
-        clip_radius: Largest absolute value of an element of the preconditioned step (g_bar + delta m) / (h + delta),
-            before the step is multiplied by `lr`. None clips nothing.
+        clip_radius: Largest absolute value of an element of the preconditioned step
+            $(\bar g + \delta m) / (h + \delta)$, before the step is multiplied by `lr`. None clips nothing.
         nonfinite: `"raise"` raises at a loss or gradient that is not finite. `"skip"` skips the step and counts it
             in `skipped_steps`.
-        max_grad_norm: Clips the norm of g_hat, the averaged gradient (line 4), before the prior is added. The estimate
-            of the Hessian uses gradients that are not clipped.
+        max_grad_norm: Clips the norm of $\hat g$, the averaged gradient (line 4), before the prior is added. The
+            estimate of the Hessian uses gradients that are not clipped.
         module: The model. With it, the optimizer can handle BatchNorm, compute the splits together, and name
             parameters in messages.
         batch_norm: Which passes update BatchNorm's running statistics, see `bsam.batch_norm`.

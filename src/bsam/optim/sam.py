@@ -51,7 +51,7 @@ def perturbation(g: Tensor, norm: Tensor, rho: float) -> Tensor:
 
 
 class SAM(ProbingOptimizer):
-    """SAM with a base optimizer.
+    r"""SAM with a base optimizer.
 
     Args:
         params: Parameters, named parameters, or groups of them. A group may override `rho` and every option of
@@ -63,7 +63,7 @@ class SAM(ProbingOptimizer):
             method. Micro-batches of several `probe` calls are further parts.
         nonfinite: `"raise"` stops at a loss or gradient that is not finite, `"skip"` skips the step and counts it in
             `skipped_steps` (which waits for the device once per step).
-        max_grad_norm: Clips the norm of g_eps, the averaged gradient at the perturbed weights.
+        max_grad_norm: Clips the norm of $g_\epsilon$, the averaged gradient at the perturbed weights.
         module: The model. With it the optimizer can handle BatchNorm, compute the splits together, and name parameters
             in messages.
         batch_norm: Which passes move BatchNorm's running statistics, see `bsam.batch_norm`.

@@ -112,7 +112,7 @@ class GaussianOptimizer(ProbingOptimizer):
 
     @property
     def effective_num_data(self) -> float:
-        """N = num_data * augmentation_factor."""
+        """The number of examples $N$, which is `num_data * augmentation_factor`."""
         return float(self._option("num_data") * self._option("augmentation_factor"))
 
     def _letters(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -145,10 +145,10 @@ class GaussianOptimizer(ProbingOptimizer):
     # ------------------------------------------------------------------ the posterior
 
     def posterior(self, model: nn.Module | None = None) -> DiagonalGaussian:
-        """Return the Gaussian over the weights, with the prior that was used.
+        r"""Return the Gaussian over the weights, with the prior that was used.
 
         Frozen parameters and groups with `sample=False` are points. Warns if more than a tenth of the precision is
-        still its starting value: after t steps that each keep a share beta2 of it, if beta2^t > 0.1.
+        still its starting value: after $t$ steps that each keep a share $\beta_2$ of it, if $\beta_2^t > 0.1$.
 
         Args:
             model: The model, for the names of its parameters and for its buffers. Not needed if the optimizer was

@@ -85,34 +85,37 @@ def update(
 
 
 class VOGN(GaussianOptimizer):
-    """Variational online Gauss-Newton.
+    r"""Variational online Gauss-Newton.
 
     A step needs the gradient of each example: `step(loss_fn, *batch)` calls `loss_fn` with batches of one example,
     all at once by `torch.func.vmap` where that is possible and faster. So `loss_fn` must look its weights up in
     `module` when it is called, and examples must not mix: BatchNorm in training mode is refused.
 
+    Letters and numbers of lines are those of the algorithm in the docstring of `bsam.optim.vogn`.
+
     Args:
         params: Parameters, named parameters, or groups of them. A group may override `lr`, `prior_precision`, `betas`
             and `damping`. With `sample=False` it gets no noise, and its posterior is a point.
-        lr: Learning rate alpha. The step is m / (s + delta + gamma), and m is 1 / (1 - beta1) gradients long: rates
-            are about `damping` times those of SGD.
+        lr: Learning rate $\alpha$. The step is $m / (s + \delta + \gamma)$, and $m$ is $1 / (1 - \beta_1)$ gradients
+            long: rates are about `damping` times those of SGD.
         module: The model.
-        num_data: Number of training examples N: a larger N makes the posterior more certain.
-        prior_precision: Precision of the Gaussian prior on the weights (N delta in the paper), 25 by default. It also
-            acts as weight decay of strength prior_precision / N on all parameters.
-        weight_decay: The same in the units of torch's optimizers: prior_precision = weight_decay * N. Give one of the
+        num_data: Number of training examples $N$: a larger $N$ makes the posterior more certain.
+        prior_precision: Precision of the Gaussian prior on the weights ($N \delta$ in the paper), 25 by default. It
+            also acts as weight decay of strength `prior_precision / N` on all parameters.
+        weight_decay: The same in the units of torch's optimizers: `prior_precision = weight_decay * N`. Give one of the
             two. Groups take both names as well.
-        betas: Decay of the momentum, and the beta2 of `statistics`.
-        damping: Added to the curvature (gamma), in the step and in the posterior's precision.
-        augmentation_factor: How many times augmentation enlarges the data set: N is num_data * augmentation_factor.
+        betas: Decay of the momentum, and the $\beta_2$ of `statistics`.
+        damping: Added to the curvature ($\gamma$), in the step and in the posterior's precision.
+        augmentation_factor: How many times augmentation enlarges the data set: $N$ is
+            `num_data * augmentation_factor`.
         splits: Number of parts of each minibatch, each with its own weight sample (the paper uses 16): more parts
             change the method. Micro-batches of several `probe` calls are further parts.
-        statistics: `"average"`: the curvature keeps a share beta2 of itself in each step. `"latest"`: it keeps a
-            share 1 - beta2.
+        statistics: `"average"`: the curvature keeps a share $\beta_2$ of itself in each step. `"latest"`: it keeps a
+            share $1 - \beta_2$.
         nonfinite: `"raise"` stops at a loss or gradient that is not finite, `"skip"` skips the step and counts it in
             `skipped_steps`.
-        max_grad_norm: Clips the norm of g_hat, the averaged gradient (line 5), before the prior is added. The squared
-            gradients are not clipped.
+        max_grad_norm: Clips the norm of $\hat g$, the averaged gradient (line 5), before the prior is added. The
+            squared gradients are not clipped.
         vectorise: True: vmap over the examples, or an error. False: a loop, with the same numbers. None: the faster of
             the two; if vmap fails, a loop, with one warning that says why.
         process_group: Ranks as further splits, see the page on distributed training.

@@ -68,7 +68,7 @@ class Posterior(Protocol):
 
     @abstractmethod
     def kl(self) -> Tensor:
-        """Return KL(posterior || prior) over the elements with std > 0; the KL of other elements is infinite."""
+        """Return the KL divergence from the prior over the elements with std > 0; that of others is infinite."""
 
     @abstractmethod
     def temper(self, temperature: float) -> Self:
@@ -116,10 +116,10 @@ class Posterior(Protocol):
         return sum(tensor.numel() for tensor in self.mean.values())
 
     def signal_to_noise(self) -> dict[str, Tensor]:
-        """Return |mean| / std of every weight, by name; infinite where nothing is sampled.
+        r"""Return the signal-to-noise ratio of every weight, by name; infinite where nothing is sampled.
 
-        A weight with a small ratio may as well be 0: samples of it have both signs. `DiagonalGaussian.pruned` sets such
-        weights to 0.
+        It is $\lvert \mu \rvert / \sigma$, with mean $\mu$ and standard deviation $\sigma$. A weight with a small ratio
+        may as well be 0: samples of it have both signs. `DiagonalGaussian.pruned` sets such weights to 0.
         """
         return {
             name: torch.where(std > 0, self.mean[name].to(std.dtype).abs() / std, torch.inf)

@@ -49,7 +49,7 @@ class DiagonalGaussian(Posterior):
         std: Their standard deviations, under the same names; 0 where a weight is not sampled. Stored in float32, or
             in float64 if the mean is float64.
         buffers: The buffers that belong to the mean, as in `model.named_buffers()`.
-        prior_precision: Precision of the prior N(0, 1 / prior_precision): one number for all, or one number per name.
+        prior_precision: Precision of the prior, a Gaussian around 0: one number for all, or one number per name.
             Only `kl` needs it, and only for sampled parameters.
         frozen: Names of parameters that training did not change, for `without_frozen`. By default those that are given
             as `nn.Parameter` without `requires_grad`, and are not sampled.
@@ -180,7 +180,7 @@ class DiagonalGaussian(Posterior):
         return self._total(self.sampled_names, terms)
 
     def kl(self) -> Tensor:
-        """Return the KL divergence of the sampled elements from the prior N(0, 1 / prior_precision)."""
+        """Return the KL divergence of the sampled elements from the prior."""
         check_prior(self.sampled_names, self.prior_precision)
         terms = []
         for name in self.sampled_names:
@@ -202,14 +202,15 @@ class DiagonalGaussian(Posterior):
         )
 
     def pruned(self, keep: float, *, by: Literal["signal_to_noise", "magnitude"] = "signal_to_noise") -> Self:
-        """Return the posterior with the least important weights fixed at 0: mean 0 and std 0.
+        r"""Return the posterior with the least important weights fixed at 0: mean 0 and std 0.
 
         All sampled weights are compared with each other, across tensors. Weights with equal numbers are kept in the
         order of `sampled_names`. Weights that are not sampled stay.
 
         Args:
             keep: The share of the sampled weights that is kept, from 0 to 1; their number is rounded.
-            by: `"signal_to_noise"` keeps the largest |mean| / std, `"magnitude"` the largest |mean|.
+            by: `"signal_to_noise"` keeps the largest $\lvert \mu \rvert / \sigma$ (mean over std), `"magnitude"` the
+                largest $\lvert \mu \rvert$.
         """
         if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 <= keep <= 1:
             raise ValueError(f"keep={keep!r} must be a share from 0 to 1, like 0.25 to keep a quarter of the weights.")

@@ -2,18 +2,24 @@ r"""Laplace's approximation: a Gaussian around trained weights, with the curvatu
 
 MacKay (1992), "A Practical Bayesian Framework for Backpropagation Networks", Neural Computation 4; the diagonal form
 with a generalised Gauss-Newton matrix of Immer, Korzepa and Bauer (2021), "Improving predictions of Bayesian neural
-nets via local linearization", AISTATS, section 2.1. With the outputs f_i of example i, their Jacobian J_i in the
-weights, and the Hessian Lambda_i of -log p(y_i | f_i) in the outputs (`bsam.likelihood`), the posterior is
+nets via local linearization", AISTATS, section 2.1. Example $i$ has the outputs $f_i$, their Jacobian $J_i$ in the
+weights, and the Hessian $\Lambda_i$ of $-\log p(y_i \mid f_i)$ in the outputs. With the prior precision $\delta_0$ and
+the trained weights $\theta_*$, the posterior is
 
-    N(theta*, diag(1 / precision)),      precision  =  h + prior_precision,
+```math
+\mathcal N(\theta_*, \mathrm{diag}(h + \delta_0)^{-1})
+```
 
-    curvature="ggn":      h  =  diag(sum_i J_i^T Lambda_i J_i)                      never negative
-    curvature="hessian":  h  =  diag(Hessian in theta of sum_i -log p(y_i | f_i))   the exact diagonal
+| `curvature` | $h$ is the diagonal of | |
+|---|---|---|
+| `"ggn"` | $\sum_i J_i^\top \Lambda_i J_i$ | never negative |
+| `"hessian"` | $\nabla_\theta^2 \sum_i -\log p(y_i \mid f_i)$ | the exact Hessian |
 
 Both are sums over all examples. They agree for a model whose outputs are linear in its weights.
 
-A Hessian of K outputs is a sum of K squares, Lambda = sum_c r_c r_c^T, so that h is the sum over examples and c of the
-squared gradient of r_c . f: K gradients per example. The exact diagonal takes one gradient of the whole sum per weight.
+The Hessian of $K$ outputs is a sum of $K$ squares, $\Lambda_i = \sum_c r_c r_c^\top$, so that $h$ is the sum over
+examples and $c$ of the squared gradient of $\langle r_c, f_i \rangle$: $K$ gradients per example. The exact diagonal
+takes one gradient of the whole sum per weight.
 """
 
 from __future__ import annotations
@@ -61,7 +67,7 @@ def laplace(
     linearises the model in its weights.
 
     Args:
-        model: The model, trained with the mean loss of the likelihood and weight decay prior_precision / num_data.
+        model: The model, trained with the mean loss of the likelihood and weight decay `prior_precision / num_data`.
         likelihood: The likelihood of its outputs, as for `bsam.predict`, with one label per example.
         data: All training data, as for `bsam.predict`: the precision is a sum over the examples.
         prior_precision: Precision of the Gaussian prior on the weights.

@@ -1,4 +1,4 @@
-r"""A Gaussian over the weights whose covariance is diagonal plus low-rank: the posterior of SWAG.
+"""A Gaussian over the weights whose covariance is diagonal plus low-rank: the posterior of SWAG.
 
 Maddox, Garipov, Izmailov, Vetrov and Wilson (2019), "A Simple Baseline for Bayesian Uncertainty in Deep Learning",
 NeurIPS; section 3.3. With a variance v_j for each weight, K deviations as the columns of D, and a scale (1 in theory),
@@ -56,15 +56,15 @@ _LARGEST_SHARED_ROW = 1e4
 
 
 class LowRankGaussian(Posterior):
-    """A Gaussian with a diagonal plus low-rank covariance.
+    r"""A Gaussian with a diagonal plus low-rank covariance, $\frac12 \mathrm{diag}(v) + \frac{1}{2 (K - 1)} D D^\top$.
 
     Args:
         mean: All weights by name, as in `model.named_parameters()`, also frozen ones. They are copied.
-        variance: v of the sampled parameters, under the same names; 0 where an element is fixed.
-        deviations: The columns of D, stacked along dimension 0: (K, *shape), for the same parameters, K >= 2.
+        variance: $v$ of the sampled parameters, under the same names; 0 where an element is fixed.
+        deviations: The columns of $D$, stacked along dimension 0: `(K, *shape)`, for the same parameters, $K \ge 2$.
         scale: Multiplies the covariance.
         buffers: The buffers that belong to the mean, as in `model.named_buffers()`.
-        prior_precision: Precision of the prior N(0, 1 / prior_precision): one number for all, or one number per name.
+        prior_precision: Precision of the prior, a Gaussian around 0: one number for all, or one number per name.
             Only `kl` needs it.
         frozen: Names of parameters that training did not change, for `without_frozen`. By default those that are given
             as `nn.Parameter` without `requires_grad`, and are not sampled.
@@ -112,7 +112,7 @@ class LowRankGaussian(Posterior):
 
     @property
     def rank(self) -> int:
-        """K, the number of deviations."""
+        """The number of deviations $K$."""
         return next((len(d) for d in self.deviations.values()), 0)
 
     def _check_deviations(self) -> None:
@@ -184,7 +184,7 @@ class LowRankGaussian(Posterior):
         return 0.5 * (self._forms()[0] + self._num_sampled * math.log(2 * math.pi * math.e))
 
     def kl(self) -> Tensor:
-        """Return the KL divergence of the sampled elements from the prior N(0, 1 / prior_precision)."""
+        """Return the KL divergence of the sampled elements from the prior."""
         check_prior(self.sampled_names, self.prior_precision)
         total = -self._forms()[0]
         for name in self.sampled_names:

@@ -1,12 +1,15 @@
-"""The width of a posterior, chosen after training by the negative log-likelihood (NLL) of validation data.
+r"""The width of a posterior, chosen after training by the negative log-likelihood (NLL) of validation data.
 
-A temperature T multiplies the variance of the posterior. With the predictions p_T of `bsam.predict` for n examples,
+A temperature $T$ multiplies the variance of the posterior. With the predictions $p_T$ of `bsam.predict` for $n$
+examples,
 
-    NLL(T)  =  -1/n sum_i log p_T(y_i | x_i)
+```math
+\mathrm{NLL}(T) = -\frac1n \sum_i \log p_T(y_i \mid x_i)
+```
 
-is computed at T = 0 (the mean), at T = 1 (the posterior as it is), and on a grid that is even in log T. Then the two
-neighbours of the best T are tried at half the distance, again and again. All temperatures share one set of standard
-normal numbers, so that NLL(T) is a smooth curve and the same call gives the same answer.
+is computed at $T = 0$ (the mean), at $T = 1$ (the posterior as it is), and on a grid that is even in $\log T$. Then the
+two neighbours of the best $T$ are tried at half the distance, again and again. All temperatures share one set of
+standard normal numbers, so that the NLL is a smooth curve of $T$ and the same call gives the same answer.
 """
 
 from __future__ import annotations

@@ -58,7 +58,10 @@ def write_onnx(
         import onnxruntime
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ImportError(f'to_onnx needs {error.name}, which is missing: pip install "bsam[export]"') from error
+        raise ImportError(
+            f"to_onnx needs {error.name}, which is missing. In the folder of bsam's source, write: "
+            "pip install '.[export]'"
+        ) from error
     size = sum(tensor.numel() * tensor.element_size() for tensor in chain(predictor.parameters(), predictor.buffers()))
     if size > _MOST_ONNX_BYTES:
         raise ValueError(

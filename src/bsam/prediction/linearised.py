@@ -1,15 +1,19 @@
 r"""Predictions of a model that is linearised in its weights, averaged over a Gaussian.
 
 Immer, Korzepa and Bauer (2021), "Improving predictions of Bayesian neural nets via local linearization", AISTATS,
-section 3. With f(x) and the Jacobian J at the mean, Gaussian weights give Gaussian outputs,
+section 3. With the outputs $f(x)$ and their Jacobian $J$ at the mean, Gaussian weights with covariance $\Sigma$ give
+Gaussian outputs,
 
-    f  ~  N(f(x), J Sigma J^T)
+```math
+f \sim \mathcal N(f(x), J \Sigma J^\top)
+```
 
-and p(y | x) is the average of p(y | f):
+and $p(y \mid x)$ is the average of $p(y \mid f)$:
 
-- `"gaussian"`: N(f(x), J Sigma J^T + noise_std^2 I), in closed form;
+- `"gaussian"`: $\mathcal N(f(x), J \Sigma J^\top + \tau^2 I)$ with the noise $\tau$, `noise_std`, in closed form;
 - `"bernoulli"`: an integral over one number, by the trapezoidal rule;
-- `"categorical"`: the mean of softmax(f) over samples of f, from the same standard normal numbers for every example.
+- `"categorical"`: the mean of $\mathrm{softmax}(f)$ over samples of $f$, from the same standard normal numbers for
+  every example.
 """
 
 from __future__ import annotations
@@ -198,7 +202,7 @@ def _integrated(f: Tensor, variance: Tensor, labels: Any) -> dict[str, Tensor | 
 
 
 def _nodes(f: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Return logits (nodes, n) and weights (nodes, n) of a trapezoidal rule for N(f, std^2), for any std >= 0.
+    """Return logits (nodes, n) and weights (nodes, n) of a trapezoidal rule for N(f, std^2), for any std >= 0.
 
     The sigmoid changes within a few logits around 0. If std is large, a rule in standard deviations would see a jump
     there. So the rule is in u, where x is the logit in standard deviations,

@@ -1,14 +1,18 @@
-"""Predictions averaged over a posterior.
+r"""Predictions averaged over a posterior.
 
-With samples theta_1 .. theta_S of the weights and the model's output f_i(x) at theta_i,
+With samples $\theta_1, \dots, \theta_S$ of the weights and the model's output $f_i(x)$ at $\theta_i$, a prediction is
 
-- classes: p(y | x) = 1/S sum_i p(y | f_i(x)), averaged in log space. Its entropy H is the total uncertainty; the mutual
-  information H - 1/S sum_i H_i between label and weights is the part that more data would remove (epistemic), where
-  H_i is the entropy of p(y | f_i(x)).
-- regression: p(y | x) = 1/S sum_i N(y | f_i(x), noise_std^2), whose variance is that of the f_i(x) over the samples
-  (epistemic) plus noise_std^2 (aleatoric).
+```math
+p(y \mid x) = \frac1S \sum_i p(y \mid f_i(x))
+```
 
-All batches use the same samples: sample i is the i-th draw of `torch.Generator().manual_seed(seed)` (on the model's
+- Classes: the probabilities are averaged in log space. The entropy $H$ of $p(y \mid x)$ is the total uncertainty. The
+  mutual information between label and weights, $H - \frac1S \sum_i H_i$, is the part that more data would remove
+  (epistemic), where $H_i$ is the entropy of $p(y \mid f_i(x))$.
+- Regression: $p(y \mid f_i(x))$ is $\mathcal N(f_i(x), \tau^2)$ with the noise $\tau$, `noise_std`. The variance of the
+  average is the variance of the $f_i(x)$ over the samples (epistemic) plus $\tau^2$ (aleatoric).
+
+All batches use the same samples: sample $i$ is the $i$-th draw of `torch.Generator().manual_seed(seed)` (on the model's
 device if that is CUDA, else on the CPU), for every batch size, every chunk, vmap and loop. Those of the first part of a
 mixture come first, and a sample counts in the averages what its part's weight says (`bsam.posterior.mixture`).
 

@@ -325,7 +325,7 @@ class Predictor(nn.Module):
 
         Its inputs are called `input` (`input_0`, `input_1`, ..., or the keywords, if there are several) and its outputs
         as those of the predictor. The file is run once in ONNX Runtime and compared with the predictor before it
-        replaces a file at `path`. Needs `pip install "bsam[export]"`.
+        replaces a file at `path`. Needs `pip install '.[export]'`.
 
         Args:
             path: The file.

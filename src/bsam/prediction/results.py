@@ -70,8 +70,8 @@ class Predictions(_Saved):
     sample_weights: Tensor | None = None
     """What each of these samples counts in the averages, (num_samples,); None if all count the same."""
     energy: Tensor | None = None
-    """-logsumexp of the logits, (n, ...), averaged over the samples: larger for inputs that look unknown. None for
-    yes/no questions, whose one logit has no such sum, and in a file of an earlier version."""
+    r"""$-\log \sum_k \exp f_k$ of the logits $f$, (n, ...), averaged over the samples: larger for inputs that look
+    unknown. None for yes/no questions, whose one logit has no such sum, and in a file of an earlier version."""
 
     kind: ClassVar[str] = "classes"
 
@@ -169,7 +169,7 @@ class GaussianPredictions(_Saved):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of a measurement: epistemic variance plus noise_std squared."""
+        """The variance of a measurement: epistemic variance plus the square of `noise_std`."""
         return self.epistemic_variance + self.noise_std**2
 
     def __len__(self) -> int:

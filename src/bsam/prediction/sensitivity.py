@@ -1,26 +1,29 @@
 r"""How much each training example matters to the fit.
 
 Nickl, Xu, Tailor, Möllenhoff and Khan (2023), "The Memory-Perturbation Equation: Understanding Model's Sensitivity to
-Data", NeurIPS. The posterior N(mu, Sigma) was fitted to all examples. For example i with outputs f_i at the mean, their
-Jacobian J_i in the weights, and
+Data", NeurIPS. The posterior $\mathcal N(\mu, \Sigma)$ was fitted to all examples. Example $i$ has the outputs $f_i$ at
+the mean, their Jacobian $J_i$ in the weights, and
 
-    r_i       =  derivative of -log p(y_i | f_i) in f_i    the residual: p_i - onehot(y_i), (f_i - y_i) / noise_std^2
-    V_i       =  J_i Sigma J_i^T                           the posterior predictive variance of the outputs
-    Lambda_i  =  Hessian of -log p(y_i | f_i) in f_i
+| symbol | definition | |
+|---|---|---|
+| $r_i$ | $\nabla_f [-\log p(y_i \mid f_i)]$ | the residual: $p_i$ minus the one-hot label, or $(f_i - y_i) / \tau^2$ |
+| $V_i$ | $J_i \Sigma J_i^\top$ | the posterior predictive variance of the outputs |
+| $\Lambda_i$ | $\nabla_f^2 [-\log p(y_i \mid f_i)]$ | the Hessian of the loss in the outputs |
 
-the outputs for this example would change, if the model had been trained without it, by about
+where $\tau$ is `noise_std`. If the model had been trained without this example, its outputs would differ, to first
+order in the perturbation of the data, by
 
-    f_i without i  -  f_i   =   V_i r_i                      residual times variance
+```math
+f_i^{\text{without } i} - f_i = V_i r_i
+```
 
-to first order in the perturbation of the data. It follows for this example that
-
-    the prediction changes by       (d prediction / d f) V_i r_i     the probabilities, or for regression the output
-    its loss -log p(y_i) rises by   r_i^T V_i r_i
+This is variance times residual. The prediction (the probabilities, or the output of a regression) then changes by its
+derivative in $f$ times $V_i r_i$, and the loss $-\log p(y_i)$ of the example rises by $r_i^\top V_i r_i$.
 
 An example that the model finds easy has a small residual, and one that many others support has a small variance:
-neither matters. For linear regression, leaving example i out changes its output by exactly V_i r_i / (1 - h_i), where
-the leverage is h_i = trace(Lambda_i V_i), if Sigma is the exact posterior covariance. So the estimate is good where the
-leverage is far below 1.
+neither matters. For linear regression, leaving example $i$ out changes its output by exactly $V_i r_i / (1 - h_i)$,
+where the leverage is $h_i = \mathrm{trace}(\Lambda_i V_i)$, if $\Sigma$ is the exact posterior covariance. So the
+estimate is good where the leverage is far below 1.
 """
 
 from __future__ import annotations
@@ -50,13 +53,13 @@ class Sensitivities:
     """
 
     residual: Tensor
-    """The derivative of -log p(y given f) in the outputs f, (n, C): for classes the probabilities minus the label."""
+    r"""The derivative of $-\log p(y \mid f)$ in the outputs $f$, (n, C): for classes, probabilities minus the label."""
     output_change: Tensor
     """How much the outputs would change, (n, C): posterior predictive variance times residual."""
     prediction_change: Tensor
     """How much the prediction would change: the probabilities (n, K), that of class 1 (n,), or the mean output."""
     loss_change: Tensor
-    """How much the loss -log p(y) of the example would rise, in nats, (n,): never negative."""
+    r"""How much the loss $-\log p(y)$ of the example would rise, in nats, (n,): never negative."""
     leverage: Tensor
     """How strongly the fit of the example depends on the example itself, (n,): the estimates need it far below 1."""
 

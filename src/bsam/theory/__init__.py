@@ -7,9 +7,9 @@ to three dimensions, and independent of the rest of the package. Equations are c
 |---|---|
 | `gaussian` | Gaussians as exponential families: natural, expectation and mean-covariance parameters |
 | `losses` | the definition of a loss, and examples: quadratic, three minima, logistic regression |
-| `fenchel` | the expected loss f, its conjugate f* (the max-loss) and its biconjugate f** (Section 2.1, Theorem 1) |
-| `objectives` | E_SAM, E_Bayes, E_relaxed, the two ELBOs, and Theorem 2 in both directions |
-| `derivation` | the closed forms of the appendix that lead from f** to Algorithm 1 |
+| `fenchel` | the expected loss $f$, its conjugate $f^*$ (the max-loss), and its biconjugate $f^{**}$ (Theorem 1) |
+| `objectives` | the objectives of SAM, Bayes and relaxed Bayes, the two ELBOs, and Theorem 2 in both directions |
+| `derivation` | the closed forms of the appendix that lead from $f^{**}$ to Algorithm 1 |
 | `relaxed_bayes` | Bayes and relaxed Bayes solved exactly by the Bayesian learning rule with full covariance |
 """
 

@@ -1,32 +1,46 @@
 r"""Gaussians as exponential families.
 
-Section 2.1 of the paper: q_lambda(theta) = exp(<lambda, T(theta)> - A(lambda)) with base measure 1 (Eq. 5). A Gaussian
-N(omega, V) with precision S = V^-1 has three sets of coordinates,
+Section 2.1 of the paper: an exponential family with base measure 1 has the densities
 
-    mean-covariance   (omega, V)
-    natural           lambda = (S omega, -S/2),          in Omega = {lambda_2 negative definite}
-    expectation       mu     = E[T(theta)],              in M     = {mu_2 - T_2(mu_1) positive definite}
+```math
+q_\lambda(\theta) = \exp( \langle \lambda, T(\theta) \rangle - A(\lambda) ) \tag{5}
+```
 
-and two convex functions whose gradients convert lambda and mu into each other:
+A Gaussian $\mathcal N(\omega, V)$ with precision $S = V^{-1}$ has three sets of coordinates:
 
-    mu = grad A(lambda),          A(lambda)  = 1/2 <lambda_1, V lambda_1> - 1/2 log det S + P/2 log 2 pi
-    lambda = grad A*(mu),         A*(mu)     = -entropy of q_mu
+| coordinates | definition | all of them |
+|---|---|---|
+| mean-covariance | $(\omega, V)$ | $V$ is positive definite |
+| natural | $\lambda = (S \omega, -S/2)$ | $\Omega$: $\lambda_2$ is negative definite |
+| expectation | $\mu = \mathbb E[T(\theta)]$ | $\mathcal M$: $\mu_2 - T_2(\mu_1)$ is positive definite |
 
-The paper's table of notations calls A* "the entropy". By its definitions (A* is the convex conjugate of A), A* is the
-negative entropy, which `negative_entropy` returns. At corresponding points, <lambda, mu> = A + A*.
+The gradients of two convex functions convert $\lambda$ and $\mu$ into each other, $\mu = \nabla A(\lambda)$ and
+$\lambda = \nabla A^*(\mu)$:
 
-There are four families, all minimal. (The paper writes T = (theta, theta theta^T) for the isotropic and the diagonal
-family too, and restricts lambda_2; the inner products are the same.)
+```math
+A(\lambda) = \frac12 \langle \lambda_1, V \lambda_1 \rangle - \frac12 \log \det S + \frac P2 \log 2 \pi
+```
 
-| family | theta | "covariance" V | T(theta) | E[T_2] |
+```math
+A^*(\mu) = - \text{entropy of } q_\mu
+```
+
+The paper's table of notations calls $A^*$ "the entropy". By its definitions ($A^*$ is the convex conjugate of $A$),
+$A^*$ is the negative entropy, which `negative_entropy` returns. At corresponding points,
+$\langle \lambda, \mu \rangle = A(\lambda) + A^*(\mu)$.
+
+There are four families, all minimal. (The paper writes $T = (\theta, \theta \theta^\top)$ for the isotropic and the
+diagonal family too, and restricts $\lambda_2$; the inner products are the same.)
+
+| family | shape of $\theta$ | covariance | $T(\theta)$ | $\mathbb E[T_2]$ |
 |---|---|---|---|---|
-| `Univariate()` | (...) | v, (...) | (theta, theta^2) | omega^2 + v |
-| `Isotropic(P)` | (..., P) | v, (...) | (theta, norm(theta)^2) | norm(omega)^2 + P v |
-| `Diagonal(P)` | (..., P) | v, (..., P) | (theta, theta^2) | omega^2 + v |
-| `Full(P)` | (..., P) | V, (..., P, P) | (theta, theta theta^T) | omega omega^T + V |
+| `Univariate()` | (...) | $v$, (...) | $(\theta, \theta^2)$ | $\omega^2 + v$ |
+| `Isotropic(P)` | (..., P) | $v$, (...) | $(\theta, \lVert \theta \rVert^2)$ | $\lVert \omega \rVert^2 + P v$ |
+| `Diagonal(P)` | (..., P) | $v$, (..., P) | $(\theta, \theta^2)$ | $\omega^2 + v$ |
+| `Full(P)` | (..., P) | $V$, (..., P, P) | $(\theta, \theta \theta^\top)$ | $\omega \omega^\top + V$ |
 
-Parameters are pairs of arrays (first, second), and everything broadcasts over leading axes. V is recovered from mu by
-subtracting T_2(omega). This loses digits where V is much smaller than omega^2: keep (omega, V) there.
+Parameters are pairs of arrays (first, second), and everything broadcasts over leading axes. $V$ is recovered from $\mu$
+by subtracting $T_2(\omega)$. This loses digits where $V$ is much smaller than $\omega^2$: keep $(\omega, V)$ there.
 """
 
 from __future__ import annotations
@@ -47,9 +61,10 @@ Pair: TypeAlias = tuple[Array, Array]
 class Family(ABC):
     """A family of Gaussians. The formulas are written once, with the matrix operations of the subclass.
 
-    >>> family = Univariate()
-    >>> family.natural([1.0], [0.5]), family.expectation([1.0], [0.5])  # Eq. 6
-    ((array([2.]), array([-1.])), (array([1.]), array([1.5])))
+    Examples:
+        >>> family = Univariate()
+        >>> family.natural([1.0], [0.5]), family.expectation([1.0], [0.5])  # Eq. 6
+        ((array([2.]), array([-1.])), (array([1.]), array([1.5])))
     """
 
     dim: int
@@ -59,12 +74,12 @@ class Family(ABC):
 
     @property
     def identity(self) -> Array:
-        """The covariance of N(0, I)."""
+        r"""The covariance of $\mathcal N(0, I)$."""
         return np.ones(())
 
     @abstractmethod
     def square(self, theta: ArrayLike) -> Array:
-        """The second statistic T_2(theta)."""
+        r"""The second statistic $T_2(\theta)$."""
 
     @abstractmethod
     def apply(self, matrix: Array, vector: Array) -> Array:
@@ -72,11 +87,11 @@ class Family(ABC):
 
     @abstractmethod
     def log_det(self, matrix: Array) -> Array:
-        """Logarithm of the determinant of the P x P matrix."""
+        r"""Logarithm of the determinant of the $P \times P$ matrix."""
 
     @abstractmethod
     def matrix(self, second: ArrayLike) -> Array:
-        """The P x P matrix that a second natural parameter, a precision or a covariance represents."""
+        r"""The $P \times P$ matrix that a second natural parameter, a precision or a covariance represents."""
 
     def inverse(self, matrix: Array) -> Array:
         """Inverse matrix."""
@@ -97,16 +112,16 @@ class Family(ABC):
     # -- coordinates ------------------------------------------------------------------------------------------------
 
     def sufficient_statistics(self, theta: ArrayLike) -> Pair:
-        """T(theta)."""
+        r"""The sufficient statistics $T(\theta)$."""
         return np.asarray(theta, float), self.square(theta)
 
     def natural(self, mean: ArrayLike, covariance: ArrayLike) -> Pair:
-        """Lambda of N(mean, covariance)."""
+        r"""The natural parameters $\lambda$ of the Gaussian with this mean and covariance."""
         S = self.inverse(self._checked_covariance(covariance))
         return self.apply(S, np.asarray(mean, float)), -S / 2
 
     def from_natural(self, natural: Pair) -> Pair:
-        """(mean, covariance) of lambda."""
+        r"""Mean and covariance of the natural parameters $\lambda$."""
         if not np.all(self.in_omega(natural)):
             raise ValueError(
                 f"lambda_2={natural[1]} is not negative definite, so lambda is outside Omega and there is no Gaussian "
@@ -116,12 +131,12 @@ class Family(ABC):
         return self.apply(V, np.asarray(natural[0], float)), V
 
     def expectation(self, mean: ArrayLike, covariance: ArrayLike) -> Pair:
-        """Mu of N(mean, covariance)."""
+        r"""The expectation parameters $\mu$ of the Gaussian with this mean and covariance."""
         V = self._checked_covariance(covariance)
         return np.asarray(mean, float), self.square(mean) + self.spread * V
 
     def from_expectation(self, expectation: Pair) -> Pair:
-        """(mean, covariance) of mu."""
+        r"""Mean and covariance of the expectation parameters $\mu$."""
         if not np.all(self.in_m(expectation)):
             raise ValueError(
                 f"mu=({expectation[0]}, {expectation[1]}) is outside the interior of M: the covariance, mu_2 "
@@ -130,53 +145,57 @@ class Family(ABC):
         return np.asarray(expectation[0], float), self._covariance(expectation)
 
     def natural_to_expectation(self, natural: Pair) -> Pair:
-        """Mu = grad A(lambda)."""
+        r"""The expectation parameters $\mu = \nabla A(\lambda)$."""
         return self.expectation(*self.from_natural(natural))
 
     def expectation_to_natural(self, expectation: Pair) -> Pair:
-        """Lambda = grad A*(mu)."""
+        r"""The natural parameters $\lambda = \nabla A^*(\mu)$."""
         return self.natural(*self.from_expectation(expectation))
 
     def in_omega(self, natural: Pair) -> NDArray[np.bool_]:
-        """Whether A(lambda) is finite."""
+        r"""Whether $A(\lambda)$ is finite."""
         return self.is_positive(-np.asarray(natural[1], float))
 
     def in_m(self, expectation: Pair) -> NDArray[np.bool_]:
-        """Whether mu lies in the interior of M."""
+        r"""Whether $\mu$ lies in the interior of $\mathcal M$."""
         return self.is_positive(self._covariance(expectation))
 
     def inner(self, natural: Pair, expectation: Pair) -> Array:
-        """The inner product <lambda, mu>, or <lambda, T(theta)> if T(theta) is given instead of mu."""
+        r"""The inner product $\langle \lambda, \mu \rangle$.
+
+        With $T(\theta)$ instead of $\mu$, it is $\langle \lambda, T(\theta) \rangle$.
+        """
         (l1, l2), (m1, m2) = natural, expectation
         return self.inner_first(l1, m1) + self.inner_second(l2, m2)
 
     # -- functions --------------------------------------------------------------------------------------------------
 
     def log_partition(self, natural: Pair) -> Array:
-        """A(lambda)."""
+        r"""The log-partition function $A(\lambda)$."""
         omega, V = self.from_natural(natural)
         return np.asarray(
             (self.inner_first(natural[0], omega) + self.log_det(V) + self.dim * math.log(2 * math.pi)) / 2
         )
 
     def negative_entropy(self, expectation: Pair) -> Array:
-        """A*(mu), the convex conjugate of A."""
+        r"""The convex conjugate $A^*(\mu)$ of $A$."""
         return -self.entropy(self.from_expectation(expectation)[1])
 
     def entropy(self, covariance: ArrayLike) -> Array:
-        """Differential entropy, 1/2 log det(2 pi e V)."""
+        r"""Differential entropy, $\frac12 \log \det (2 \pi e V)$."""
         V = self._checked_covariance(covariance)
         return (self.log_det(V) + self.dim * math.log(2 * math.pi * math.e)) / 2
 
     def log_density(self, theta: ArrayLike, natural: Pair) -> Array:
-        """Log q_lambda(theta), Eq. 5."""
+        r"""The log-density $\log q_\lambda(\theta)$, Eq. 5."""
         return self.inner(natural, self.sufficient_statistics(theta)) - self.log_partition(natural)
 
     def kl(self, q: tuple[ArrayLike, ArrayLike], p: tuple[ArrayLike, ArrayLike]) -> Array:
-        """KL divergence from N(*q) to N(*p), both given as (mean, covariance).
+        r"""KL divergence $\mathrm{KL}(q \parallel p)$ of two Gaussians, both given as (mean, covariance).
 
-        >>> bool(np.isclose(Univariate().kl((1.0, 2.0), (0.0, 2.0)), 1 / 4))
-        True
+        Examples:
+            >>> bool(np.isclose(Univariate().kl((1.0, 2.0), (0.0, 2.0)), 1 / 4))
+            True
         """
         V_q, V_p = self._checked_covariance(q[1]), self._checked_covariance(p[1])
         second = self.square(np.asarray(q[0], float) - np.asarray(p[0], float)) + self.spread * V_q
@@ -194,12 +213,12 @@ class Family(ABC):
 
 
 class Univariate(Family):
-    """N(omega, v) on the line. Arrays have any shape and no axis for the dimension."""
+    r"""$\mathcal N(\omega, v)$ on the line. Arrays have any shape and no axis for the dimension."""
 
     dim = 1
 
     def square(self, theta: ArrayLike) -> Array:
-        """The second statistic theta^2."""
+        r"""The second statistic $\theta^2$."""
         return np.asarray(theta, float) ** 2
 
     def apply(self, matrix: Array, vector: Array) -> Array:
@@ -211,7 +230,7 @@ class Univariate(Family):
         return np.log(matrix)
 
     def matrix(self, second: ArrayLike) -> Array:
-        """The number as a 1 x 1 matrix."""
+        r"""The number as a $1 \times 1$ matrix."""
         return np.asarray(second, float)[..., None, None]
 
     def inner_first(self, a: Array, b: Array) -> Array:
@@ -220,13 +239,13 @@ class Univariate(Family):
 
 
 class Isotropic(Family):
-    """N(omega, v I) in P dimensions. The covariance is the number v."""
+    r"""$\mathcal N(\omega, v I)$ in $P$ dimensions. The covariance is the number $v$."""
 
     def __init__(self, dim: int) -> None:
         self.dim = self.spread = dim
 
     def square(self, theta: ArrayLike) -> Array:
-        """The second statistic norm(theta)^2."""
+        r"""The second statistic $\lVert \theta \rVert^2$."""
         return np.asarray((np.asarray(theta, float) ** 2).sum(-1))
 
     def apply(self, matrix: Array, vector: Array) -> Array:
@@ -234,7 +253,7 @@ class Isotropic(Family):
         return np.asarray(matrix)[..., None] * vector
 
     def log_det(self, matrix: Array) -> Array:
-        """P times the logarithm."""
+        """$P$ times the logarithm."""
         return self.dim * np.log(matrix)
 
     def matrix(self, second: ArrayLike) -> Array:
@@ -243,7 +262,7 @@ class Isotropic(Family):
 
 
 class Diagonal(Family):
-    """N(omega, diag(v)) in P dimensions. The covariance is the vector v."""
+    r"""$\mathcal N(\omega, \mathrm{diag}(v))$ in $P$ dimensions. The covariance is the vector $v$."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -254,7 +273,7 @@ class Diagonal(Family):
         return np.ones(self.dim)
 
     def square(self, theta: ArrayLike) -> Array:
-        """The second statistic theta^2, entry by entry."""
+        r"""The second statistic $\theta^2$, entry by entry."""
         return np.asarray(theta, float) ** 2
 
     def apply(self, matrix: Array, vector: Array) -> Array:
@@ -279,7 +298,10 @@ class Diagonal(Family):
 
 
 class Full(Family):
-    """N(omega, V) in P dimensions. Matrices are symmetric, and their inner product is the trace of the product."""
+    r"""$\mathcal N(\omega, V)$ in $P$ dimensions.
+
+    Matrices are symmetric, and their inner product is the trace of the product.
+    """
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -290,7 +312,7 @@ class Full(Family):
         return np.eye(self.dim)
 
     def square(self, theta: ArrayLike) -> Array:
-        """The second statistic theta theta^T."""
+        r"""The second statistic $\theta \theta^\top$."""
         theta = np.asarray(theta, float)
         return np.asarray(theta[..., :, None] * theta[..., None, :])
 

@@ -1,8 +1,8 @@
 r"""The losses of `bsam.theory`: their definition, and examples.
 
-A loss is a function of theta together with its gradient and Hessian, all of them vectorised over leading axes. In one
-dimension theta, gradient and Hessian are plain arrays of the same shape, so that `loss(grid)` can be plotted; in P > 1
-dimensions they have shapes (..., P), (..., P) and (..., P, P).
+A loss $\ell$ is a function of $\theta$ together with its gradient and Hessian, all of them vectorised over leading
+axes. In one dimension $\theta$, gradient and Hessian are plain arrays of the same shape, so that `loss(grid)` can be
+plotted; in $P > 1$ dimensions they have shapes (..., P), (..., P) and (..., P, P).
 
 Theorem 1 of the paper assumes that the loss is majorised by a quadratic. Finitely many values of the loss cannot prove
 this bound, so a loss declares it (`Majorant`). Every function that relies on the bound checks it wherever it evaluates
@@ -37,20 +37,28 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Majorant:
-    """The bound loss(theta) <= c + <b, theta> + L norm(theta) + 1/2 <theta, A theta> for all theta.
+    r"""A quadratic upper bound of a loss.
 
-    This is the bound in the proof of Theorem 1 with one more term: with L, losses of linear growth can declare A = 0. A
-    should be the smallest valid matrix, which is the curvature of the loss at infinity, because f*(lambda') is infinite
-    where the precision -2 lambda_2' does not exceed A. A larger A is safe, but makes f** a looser lower bound.
+    For all $\theta$,
+
+    ```math
+    \ell(\theta) \le c + \langle b, \theta \rangle + L \lVert \theta \rVert + \frac12 \langle \theta, A \theta \rangle
+    ```
+
+    This is the bound in the proof of Theorem 1 with one more term: with $L$, losses of linear growth can declare
+    $A = 0$. $A$ should be the smallest valid matrix, which is the curvature of the loss at infinity, because
+    $f^*(\lambda')$ is infinite where the precision $-2 \lambda_2'$ does not exceed $A$. A larger $A$ is safe, but makes
+    $f^{**}$ a looser lower bound.
 
     Args:
-        constant: c.
-        linear: b, a number in one dimension and a vector in P.
-        slope: L >= 0.
-        curvature: A, a number in one dimension and a P x P matrix in P.
+        constant: $c$.
+        linear: $b$, a number in one dimension and a vector in $P$.
+        slope: $L \ge 0$.
+        curvature: $A$, a number in one dimension and a $P \times P$ matrix in $P$.
 
-    >>> Majorant(1.0, curvature=2.0)(np.array([0.0, 3.0]))
-    array([ 1., 10.])
+    Examples:
+        >>> Majorant(1.0, curvature=2.0)(np.array([0.0, 3.0]))
+        array([ 1., 10.])
     """
 
     constant: float
@@ -66,7 +74,7 @@ class Majorant:
             )
 
     def __call__(self, theta: Array) -> Array:
-        """The bound at theta."""
+        r"""The bound at $\theta$."""
         b, A = np.asarray(self.linear), np.asarray(self.curvature)
         if A.ndim == 0:
             return self.constant + b * theta + self.slope * np.abs(theta) + A * theta**2 / 2
@@ -74,12 +82,12 @@ class Majorant:
         return np.asarray(self.constant + (theta * b + (theta @ A) * theta / 2).sum(-1) + self.slope * norm)
 
     def is_exceeded(self, theta: Array, value: Array) -> NDArray[np.bool_]:
-        """Whether a loss of this value at theta exceeds the bound by more than rounding errors."""
+        r"""Whether a loss of this value at $\theta$ exceeds the bound by more than rounding errors."""
         bound, terms = self(theta), self._absolute(theta)
         return np.asarray(value > bound + 1e-9 * (1 + np.abs(bound)) + 1e-13 * terms)
 
     def around(self, center: Array) -> Majorant:
-        """A bound for the loss as a function of theta - center."""
+        r"""A bound for the loss as a function of $\theta$ minus `center`."""
         A = np.asarray(self.curvature)
         constant = float(self(center) + 1e-13 * self._absolute(center))  # the terms may be large and cancel
         return Majorant(constant, self.linear + (A * center if A.ndim == 0 else A @ center), self.slope, A)
@@ -92,11 +100,13 @@ class Majorant:
         return np.asarray(abs(self.constant) + slope * size + np.linalg.norm(A) * size**2 / 2)
 
     def radius(self, mean: Array, margin: Array | float, attained: Array | float) -> Array:
-        """The distance from `mean` beyond which loss(theta) - 1/2 <theta - mean, S (theta - mean)> < attained.
+        r"""The distance from the mean $m$ beyond which the loss minus a parabola is below an attained value.
+
+        The function is $\ell(\theta) - \frac12 \langle \theta - m, S (\theta - m) \rangle$.
 
         Args:
-            mean: m.
-            margin: kappa > 0, the smallest eigenvalue of S - A.
+            mean: $m$.
+            margin: The smallest eigenvalue of $S - A$, which must be positive.
             attained: A value that this function attains.
         """
         b, A, kappa = np.asarray(self.linear), np.asarray(self.curvature), np.asarray(margin)
@@ -107,18 +117,19 @@ class Majorant:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss with its derivatives.
+    r"""A loss with its derivatives.
 
     Args:
-        value: theta -> loss(theta).
-        gradient: theta -> gradient.
-        hessian: theta -> Hessian.
-        dim: P.
-        majorant: A quadratic upper bound, or None if there is none. f* and f** need one.
+        value: Returns $\ell(\theta)$.
+        gradient: Returns the gradient at $\theta$.
+        hessian: Returns the Hessian at $\theta$.
+        dim: $P$.
+        majorant: A quadratic upper bound, or None if there is none. $f^*$ and $f^{**}$ need one.
 
-    >>> loss = Loss(np.cos, lambda t: -np.sin(t), lambda t: -np.cos(t), majorant=Majorant(1.0))
-    >>> loss(np.zeros(3))
-    array([1., 1., 1.])
+    Examples:
+        >>> loss = Loss(np.cos, lambda t: -np.sin(t), lambda t: -np.cos(t), majorant=Majorant(1.0))
+        >>> loss(np.zeros(3))
+        array([1., 1., 1.])
     """
 
     value: Callable[[Array], Array]
@@ -137,7 +148,7 @@ class Loss:
             )
 
     def __call__(self, theta: ArrayLike) -> Array:
-        """loss(theta)."""
+        r"""The loss $\ell(\theta)$."""
         return self.value(np.asarray(theta, float))
 
     @cached_property
@@ -172,7 +183,7 @@ class Derived(Loss):
 
 
 def exceeded(majorant: Majorant, theta: Array, value: Array) -> str:
-    """The error message for a majorant that does not hold at theta."""
+    r"""The error message for a majorant that does not hold at $\theta$."""
     return (
         f"loss={value:.6g} exceeds majorant={majorant(theta):.6g} at theta={theta}. Declare a majorant that holds for "
         "all theta, with a larger constant, slope or curvature. If the loss grows faster than every quadratic, as "
@@ -183,16 +194,17 @@ def exceeded(majorant: Majorant, theta: Array, value: Array) -> str:
 def from_torch(
     function: Callable[[torch.Tensor], torch.Tensor], *, dim: int = 1, majorant: Majorant | None = None
 ) -> Loss:
-    """A loss from a torch function; torch.func computes its derivatives.
+    r"""A loss from a torch function; torch.func computes its derivatives.
 
     Args:
-        function: theta -> number, written with torch for one theta: a number if dim is 1, else a vector.
-        dim: P.
+        function: Returns $\ell(\theta)$, written with torch for one $\theta$: a number if `dim` is 1, else a vector.
+        dim: $P$.
         majorant: See `Loss`.
 
-    >>> loss = from_torch(lambda theta: theta**2 + torch.sin(theta), majorant=Majorant(1.0, curvature=2.0))
-    >>> loss.gradient(np.array([0.0]))
-    array([1.])
+    Examples:
+        >>> loss = from_torch(lambda theta: theta**2 + torch.sin(theta), majorant=Majorant(1.0, curvature=2.0))
+        >>> loss.gradient(np.array([0.0]))
+        array([1.])
     """
 
     def vectorised(derivative: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Array], Array]:
@@ -213,11 +225,14 @@ def from_torch(
 
 
 def quadratic(center: ArrayLike, hessian: ArrayLike, constant: float = 0.0) -> Loss:
-    """The loss constant + 1/2 <theta - center, H (theta - center)>. It is linear in T(theta), so f** = f.
+    r"""A quadratic loss, with the minimum at a center $c$.
+
+    It is $\ell(\theta) = \frac12 \langle \theta - c, H (\theta - c) \rangle$ plus a constant. It is linear in
+    $T(\theta)$, so that $f^{**} = f$.
 
     Args:
-        center: The minimum: a number, or a vector of length P.
-        hessian: H, positive semi-definite: a number, or a P x P matrix.
+        center: The minimum $c$: a number, or a vector of length $P$.
+        hessian: $H$, positive semi-definite: a number, or a $P \times P$ matrix.
         constant: The value at the minimum.
     """
     center, H = np.asarray(center, float), np.asarray(hessian, float)
@@ -268,11 +283,13 @@ def three_minima() -> Loss:
 
 
 def logistic_regression(features: ArrayLike, labels: ArrayLike) -> Loss:
-    """The loss of logistic regression: sum over i of log(1 + exp(-y_i <x_i, theta>)), without intercept.
+    r"""The loss of logistic regression, without intercept.
+
+    It is $\ell(\theta) = \sum_i \log (1 + \exp(-y_i \langle x_i, \theta \rangle))$.
 
     Args:
-        features: x, of shape (N, P) with P > 1.
-        labels: y, of length N, each -1 or +1.
+        features: $x$, of shape (N, P) with $P > 1$.
+        labels: $y$, of length $N$, each -1 or +1.
     """
     x, y = np.asarray(features, float), np.asarray(labels, float)
     if x.ndim != 2 or x.shape[1] < 2 or y.shape != x.shape[:1] or not np.isin(y, (-1, 1)).all():
@@ -301,10 +318,10 @@ def logistic_regression(features: ArrayLike, labels: ArrayLike) -> Loss:
 
 
 def murphy_data(seed: int = 135) -> tuple[Array, Array]:
-    """Features and labels of the 2-D logistic regression in Murphy (2012), Chapter 8.4, which the paper adopts.
+    r"""Features and labels of the 2-D logistic regression in Murphy (2012), Chapter 8.4, which the paper adopts.
 
     There are 30 points around (1, 5) with standard deviation 1, and 30 around (-5, 1) with 2.2. The book's prior is
-    N(0, 100 I). The paper prints no numbers. The seed is that of the Python code published with the book
+    $\mathcal N(0, 100 I)$. The paper prints no numbers. The seed is that of the Python code published with the book
     (`logreg_laplace_demo.py` of probml/pyprobml). These data are separable by a line through zero, as the paper says
     of its own data. With other seeds they may not be separable.
     """
@@ -315,10 +332,11 @@ def murphy_data(seed: int = 135) -> tuple[Array, Array]:
 
 
 def separable_data(num_data: int = 60, seed: int = 0) -> tuple[Array, Array]:
-    """Milder features and labels for 2-D logistic regression, separable by a line through zero.
+    r"""Milder features and labels for 2-D logistic regression, separable by a line through zero.
 
     Half of the points come from a Gaussian around (1, 2.5), the other half from a wider one around (-2.5, -0.5). With
-    these data and the prior N(0, I), expectations are quick to compute to many digits. The paper uses `murphy_data`.
+    these data and the prior $\mathcal N(0, I)$, expectations are quick to compute to many digits. The paper uses
+    `murphy_data`.
     """
     generator = np.random.default_rng(seed)
     half = num_data // 2

@@ -1,36 +1,57 @@
 r"""The objectives of SAM, Bayes and relaxed Bayes, and Theorem 2.
 
-    E_SAM(theta; rho, delta)     = sup_{norm(eps) <= rho} loss(theta + eps) + delta/2 norm(theta)^2         Eq. 1
-    E_Bayes(m; sigma, delta)     = E_{e ~ N(0, sigma^2 I)}[loss(m + e)] + delta/2 norm(m)^2                 Eq. 3
-    E_relaxed(m, sigma; delta')  = [ sup_eps loss(m + eps) - norm(eps)^2 / (2 sigma^2) ] - log Z            Eq. 12
-    -log Z                       = delta'/2 norm(m)^2 - P/2 log(sigma^2 delta')
-    ELBO(q), relaxed ELBO(q)     = f(mu) - KL(q, p), f**(mu) - KL(q, p)                                Eqs. 2 and 11
+```math
+\mathcal E_{\text{SAM}}(\theta; \rho, \delta) = \sup_{\lVert \epsilon \rVert \le \rho} \ell(\theta + \epsilon)
+  + \frac \delta 2 \lVert \theta \rVert^2 \tag{1}
+```
 
-The prior is p = N(0, I/delta_0) and delta' = 1 / (sigma^2 + 1/delta_0). Relaxed Bayes maximised over mu is E_relaxed
-minimised over (m, sigma): sup_mu f** - KL = -inf E_relaxed. (Appendix C once prints delta in Z where delta_0 is
-meant.)
+```math
+\mathcal E_{\text{Bayes}}(m; \sigma, \delta) = \mathbb E_{e \sim \mathcal N(0, \sigma^2 I)} [\ell(m + e)]
+  + \frac \delta 2 \lVert m \rVert^2 \tag{3}
+```
 
-**Theorem 2.** At a SAM solution theta with perturbation eps on the sphere, norm(eps) = rho, the first-order conditions
-are delta theta = -g and eps = (rho / mu) g, where g is the gradient of the loss at theta + eps. The printed proof
-does not give the multiplier mu > 0; taking norms shows mu = norm(g). The conditions of E_relaxed are delta' m = -g and
-eps = sigma^2 g. Both sets of conditions agree for
+```math
+\mathcal E_{\text{relaxed}}(m, \sigma; \delta')
+  = \left[ \sup_\epsilon \ell(m + \epsilon) - \frac{1}{2 \sigma^2} \lVert \epsilon \rVert^2 \right] - \log Z \tag{12}
+```
 
-    m = theta,   sigma^2 = rho / norm(g),   delta' = delta,        and back:   rho = sigma^2 norm(g) = norm(eps).
+```math
+-\log Z = \frac{\delta'}{2} \lVert m \rVert^2 - \frac P2 \log (\sigma^2 \delta') \tag{18}
+```
 
-Because norm(g) = delta norm(theta), also sigma^2 delta' = rho / norm(theta). A prior delta_0 that gives this delta'
-exists exactly if rho < norm(theta), that is, if the perturbation does not reach the origin (`prior_precision_of`).
+The ELBO of a Gaussian $q$ with expectation parameters $\mu$ is $f(\mu) - \mathrm{KL}(q \parallel p)$ (Eq. 2), and the
+relaxed ELBO is $f^{**}(\mu) - \mathrm{KL}(q \parallel p)$ (Eq. 11). The prior is $p = \mathcal N(0, I / \delta_0)$, and
+$\delta' = 1 / (\sigma^2 + 1 / \delta_0)$. The maximum of the relaxed ELBO over $\mu$ is minus the minimum of
+$\mathcal E_{\text{relaxed}}$ over $m$ and $\sigma$. (Appendix C once prints $\delta$ in $Z$ where $\delta_0$ is meant.)
 
-The proof shows that stationary points with a single worst eps correspond. This is less than the "arg min = arg min" of
-the theorem. Three things to know before you try it:
+**Theorem 2.** At a SAM solution $\theta$ with perturbation $\epsilon$ on the sphere, $\lVert \epsilon \rVert = \rho$,
+the first-order conditions are $\delta \theta = -g$ and $\epsilon = (\rho / \mu) g$, where $g$ is the gradient of the
+loss at $\theta + \epsilon$. The printed proof does not give the multiplier $\mu > 0$; taking norms shows
+$\mu = \lVert g \rVert$. The conditions of $\mathcal E_{\text{relaxed}}$ are $\delta' m = -g$ and
+$\epsilon = \sigma^2 g$. Both sets of conditions agree for
 
-- Where the regulariser is weak, the minimum of E_SAM is usually a kink: two or more eps attain the maximum (in one
-  dimension eps = rho and -rho) and no single gradient balances delta theta. The formula then gives no sigma, and there
-  may be none. For the loss h/2 (theta - c)^2 and delta c < h rho, SAM's minimum is c, with norm(eps) = rho, while the
-  minimum of E_relaxed lies between 0 and c for all sigma and delta' > 0.
-- eps must also attain the supremum in E_relaxed, over all eps. The first-order condition does not guarantee it: on the
-  sphere the loss may be more curved along eps than 1/sigma^2, or another eps may be worse. This happens for logistic
-  regression unless rho is small or delta large. `relaxation_of_sam` checks it with `max_loss` and refuses these points.
-- An interior maximum of the ball (norm(eps) < rho) is excluded by assumption.
+```math
+m = \theta, \qquad \sigma^2 = \rho / \lVert g \rVert, \qquad \delta' = \delta
+```
+
+and back for $\rho = \sigma^2 \lVert g \rVert = \lVert \epsilon \rVert$. Because
+$\lVert g \rVert = \delta \lVert \theta \rVert$, also $\sigma^2 \delta' = \rho / \lVert \theta \rVert$. A prior
+$\delta_0$ that gives this $\delta'$ exists exactly if $\rho < \lVert \theta \rVert$, that is, if the perturbation does
+not reach the origin (`prior_precision_of`).
+
+The proof shows that stationary points with a single worst $\epsilon$ correspond. This is less than the
+"arg min = arg min" of the theorem. Three things to know before you try it:
+
+- Where the regulariser is weak, the minimum of $\mathcal E_{\text{SAM}}$ is usually a kink: two or more $\epsilon$
+  attain the maximum (in one dimension $\rho$ and $-\rho$), and no single gradient balances $\delta \theta$. The formula
+  then gives no $\sigma$, and there may be none. For the loss $\frac h2 (\theta - c)^2$ and $\delta c < h \rho$, SAM's
+  minimum is $c$, with $\lVert \epsilon \rVert = \rho$, while the minimum of $\mathcal E_{\text{relaxed}}$ lies between
+  0 and $c$ for all $\sigma$ and $\delta' > 0$.
+- $\epsilon$ must also attain the supremum in $\mathcal E_{\text{relaxed}}$, over all $\epsilon$. The first-order
+  condition does not guarantee it: on the sphere the loss may be more curved along $\epsilon$ than $1 / \sigma^2$, or
+  another $\epsilon$ may be worse. This happens for logistic regression unless $\rho$ is small or $\delta$ large.
+  `relaxation_of_sam` checks it with `max_loss` and refuses these points.
+- An interior maximum of the ball, $\lVert \epsilon \rVert < \rho$, is excluded by assumption.
 """
 
 from __future__ import annotations
@@ -70,20 +91,21 @@ __all__ = [
 def sam_objective(
     loss: Loss, theta: ArrayLike, rho: float, delta: float, *, linearised: bool = False, resolution: float = 0.02
 ) -> MaxLoss:
-    """E_SAM and its perturbation, from the exact maximum over the ball.
+    r"""SAM's objective $\mathcal E_{\text{SAM}}$ and its perturbation, from the exact maximum over the ball.
 
     Args:
         loss: The loss. It needs no majorant.
-        theta: An array of any shape in one dimension, one vector in P.
+        theta: An array of any shape in one dimension, one vector in $P$.
         rho: Radius.
         delta: Strength of the regulariser.
-        linearised: True takes eps = rho g / norm(g), as the SAM algorithm does, where g is the gradient at theta, and
-            the true loss there. The result is never above the exact maximum.
+        linearised: True takes $\epsilon = \rho g / \lVert g \rVert$, as the SAM algorithm does, where $g$ is the
+            gradient at $\theta$, and the true loss there. The result is never above the exact maximum.
         resolution: As in `max_loss`.
 
-    >>> from bsam.theory.losses import quadratic
-    >>> sam_objective(quadratic(0.0, 1.0), [1.0, -2.0], rho=1.0, delta=0.0)
-    MaxLoss(value=array([2. , 4.5]), perturbation=array([ 1., -1.]))
+    Examples:
+        >>> from bsam.theory.losses import quadratic
+        >>> sam_objective(quadratic(0.0, 1.0), [1.0, -2.0], rho=1.0, delta=0.0)
+        MaxLoss(value=array([2. , 4.5]), perturbation=array([ 1., -1.]))
     """
     theta = np.asarray(theta, float)
     if linearised:
@@ -97,11 +119,11 @@ def sam_objective(
 
 
 def bayes_objective(loss: Loss, mean: ArrayLike, sigma: float, delta: float) -> Array:
-    """E_Bayes: the expected loss under N(mean, sigma^2 I) plus the regulariser.
+    r"""$\mathcal E_{\text{Bayes}}$: the expected loss under $\mathcal N(m, \sigma^2 I)$ plus the regulariser.
 
     Args:
         loss: The loss.
-        mean: m: (...) in one dimension, (..., P) in P.
+        mean: $m$: (...) in one dimension, (..., P) in $P$.
         sigma: Standard deviation.
         delta: Strength of the regulariser.
     """
@@ -111,7 +133,10 @@ def bayes_objective(loss: Loss, mean: ArrayLike, sigma: float, delta: float) -> 
 
 
 def log_normaliser(mean: ArrayLike, sigma: ArrayLike, delta_prime: ArrayLike, *, dim: int = 1) -> Array:
-    """log Z, Eq. 18: Z is the integral of exp(-norm(theta - mean)^2 / (2 sigma^2)) p(theta)."""
+    r"""The logarithm of the normaliser $Z$, Eq. 18.
+
+    $Z$ is the integral of $\exp(-\lVert \theta - m \rVert^2 / (2 \sigma^2)) \, p(\theta)$ over $\theta$.
+    """
     m, sigma, delta_prime = np.asarray(mean, float), np.asarray(sigma, float), np.asarray(delta_prime, float)
     square = m**2 if dim == 1 else (m**2).sum(-1)
     return np.asarray(dim / 2 * np.log(sigma**2 * delta_prime) - delta_prime / 2 * square)
@@ -120,13 +145,15 @@ def log_normaliser(mean: ArrayLike, sigma: ArrayLike, delta_prime: ArrayLike, *,
 def relaxed_objective(
     loss: Loss, mean: ArrayLike, sigma: ArrayLike, delta_prime: ArrayLike, *, resolution: float = 0.02
 ) -> MaxLoss:
-    """E_relaxed and the perturbation that attains its supremum. It is +inf where 1/sigma^2 is too small.
+    r"""$\mathcal E_{\text{relaxed}}$ and the perturbation that attains its supremum.
+
+    It is +inf where $1 / \sigma^2$ is too small.
 
     Args:
         loss: A loss with a majorant.
-        mean: m: an array of any shape in one dimension, one vector in P.
-        sigma: Standard deviation: an array that broadcasts with `mean` in one dimension, a number in P.
-        delta_prime: delta'; with a prior N(0, I/delta_0) write 1 / (sigma**2 + 1 / delta_0).
+        mean: $m$: an array of any shape in one dimension, one vector in $P$.
+        sigma: Standard deviation: an array that broadcasts with `mean` in one dimension, a number in $P$.
+        delta_prime: $\delta'$; with a prior $\mathcal N(0, I / \delta_0)$ write `1 / (sigma**2 + 1 / delta_0)`.
         resolution: As in `max_loss`.
     """
     value, eps = max_loss(loss, mean, 1 / np.asarray(sigma, float) ** 2, resolution=resolution)
@@ -134,7 +161,10 @@ def relaxed_objective(
 
 
 def relaxed_posterior(mean: ArrayLike, sigma: ArrayLike, prior_precision: float) -> tuple[Array, Array]:
-    """Mean and variance of the posterior q that belongs to (m, sigma); q is proportional to N(m, sigma^2 I) p."""
+    r"""Mean and variance of the posterior $q$ that belongs to $m$ and $\sigma$.
+
+    $q$ is proportional to $\mathcal N(m, \sigma^2 I)$ times the prior.
+    """
     precision = 1 / np.asarray(sigma, float) ** 2
     return np.asarray(mean, float) * precision / (precision + prior_precision), 1 / (precision + prior_precision)
 
@@ -142,14 +172,14 @@ def relaxed_posterior(mean: ArrayLike, sigma: ArrayLike, prior_precision: float)
 def elbo(
     loss: Loss, mean: ArrayLike, covariance: ArrayLike, prior_precision: float, *, family: Family | None = None
 ) -> Array:
-    """The ELBO, f(mu) - KL(q, p).
+    r"""The ELBO, $f(\mu) - \mathrm{KL}(q \parallel p)$.
 
     Args:
         loss: The loss.
-        mean: omega.
-        covariance: The covariance of q, in the form that the family takes.
-        prior_precision: delta_0.
-        family: The family of q. It is not needed in one dimension.
+        mean: $\omega$.
+        covariance: The covariance of $q$, in the form that the family takes.
+        prior_precision: $\delta_0$.
+        family: The family of $q$. It is not needed in one dimension.
     """
     family, V = _family(loss, family), np.asarray(covariance, float)
     f = expected_negative_loss(loss, mean, V if loss.dim == 1 else family.matrix(V)).value
@@ -165,7 +195,10 @@ def relaxed_elbo(
     family: Family | None = None,
     tolerance: float = 1e-6,
 ) -> Array:
-    """The relaxed ELBO, f**(mu) - KL(q, p), with the arguments of `elbo`: grids in one dimension, one mu in P."""
+    r"""The relaxed ELBO, $f^{**}(\mu) - \mathrm{KL}(q \parallel p)$.
+
+    The arguments are those of `elbo`: grids in one dimension, one $\mu$ in $P$.
+    """
     family, V = _family(loss, family), np.asarray(covariance, float)
     if loss.dim == 1:
         f = biconjugate(loss, mean, V, tolerance=tolerance).value
@@ -175,7 +208,7 @@ def relaxed_elbo(
 
 
 class Relaxation(NamedTuple):
-    """The sigma and delta' for which E_relaxed is stationary at a SAM solution."""
+    r"""The $\sigma$ and $\delta'$ for which $\mathcal E_{\text{relaxed}}$ is stationary at a SAM solution."""
 
     sigma: float
     delta_prime: float
@@ -184,19 +217,19 @@ class Relaxation(NamedTuple):
 def relaxation_of_sam(
     loss: Loss, theta: ArrayLike, perturbation: ArrayLike, delta: float, *, tolerance: float = 1e-4
 ) -> Relaxation:
-    """The sigma and delta' of a SAM solution: Theorem 2 from left to right.
+    r"""The $\sigma$ and $\delta'$ of a SAM solution: Theorem 2 from left to right.
 
     Args:
         loss: A loss with a majorant.
-        theta: A stationary point of E_SAM, a number or a vector.
-        perturbation: The eps of this point, on the sphere. Its norm is rho.
+        theta: A stationary point of $\mathcal E_{\text{SAM}}$, a number or a vector.
+        perturbation: The $\epsilon$ of this point, on the sphere. Its norm is $\rho$.
         delta: Strength of the regulariser.
-        tolerance: Largest error of the two conditions, relative to norm(g), and largest distance of eps from the
-            supremum in E_relaxed, relative to rho norm(g).
+        tolerance: Largest error of the two conditions, relative to $\lVert g \rVert$, and largest distance of
+            $\epsilon$ from the supremum in $\mathcal E_{\text{relaxed}}$, relative to $\rho \lVert g \rVert$.
 
     Raises:
-        ValueError: If (theta, eps) does not satisfy the first-order conditions, or if another eps attains the supremum
-            in E_relaxed.
+        ValueError: If $\theta$ and $\epsilon$ do not satisfy the first-order conditions, or if another $\epsilon$
+            attains the supremum in $\mathcal E_{\text{relaxed}}$.
     """
     theta, eps = np.atleast_1d(np.asarray(theta, float)), np.atleast_1d(np.asarray(perturbation, float))
     g = np.atleast_1d(loss.gradient((theta + eps)[0] if loss.dim == 1 else theta + eps))
@@ -228,7 +261,10 @@ def relaxation_of_sam(
 
 
 def rho_of_relaxation(loss: Loss, mean: ArrayLike, sigma: float) -> float:
-    """The rho of a stationary point m of E_relaxed, sigma^2 norm(g) = norm(eps): Theorem 2 from right to left."""
+    r"""The $\rho$ of a stationary point of $\mathcal E_{\text{relaxed}}$: Theorem 2 from right to left.
+
+    It is $\rho = \sigma^2 \lVert g \rVert = \lVert \epsilon \rVert$.
+    """
     value, eps = max_loss(loss, mean, 1 / sigma**2)
     if not np.isfinite(value):
         raise ValueError(f"sigma={sigma}: sup over eps is infinite; 1/sigma^2 must exceed the majorant's curvature.")
@@ -236,13 +272,14 @@ def rho_of_relaxation(loss: Loss, mean: ArrayLike, sigma: float) -> float:
 
 
 def prior_precision_of(sigma: float, delta_prime: float) -> float:
-    """The delta_0 with delta' = 1 / (sigma^2 + 1/delta_0).
+    r"""The prior precision $\delta_0$ for which $\delta' = 1 / (\sigma^2 + 1 / \delta_0)$.
 
     Raises:
-        ValueError: If there is no such delta_0, because sigma^2 delta' >= 1.
+        ValueError: If there is no such $\delta_0$, because $\sigma^2 \delta' \ge 1$.
 
-    >>> round(prior_precision_of(sigma=0.5, delta_prime=2.0), 12)
-    4.0
+    Examples:
+        >>> round(prior_precision_of(sigma=0.5, delta_prime=2.0), 12)
+        4.0
     """
     if sigma**2 * delta_prime >= 1:
         raise ValueError(

@@ -1,39 +1,54 @@
-r"""Exact solutions of Bayes and relaxed Bayes for convex losses, full covariance (appendix F.3, "Effect of using f**").
+r"""Exact solutions of Bayes and relaxed Bayes for convex losses, full covariance (appendix F.3).
 
-Both run the Bayesian learning rule (Eq. 34) on lambda, the natural parameters of q = N(omega, V):
+Both run the Bayesian learning rule on $\lambda$, the natural parameters of $q = \mathcal N(\omega, V)$. For Bayes it is
 
-    lambda <- (1 - alpha) lambda + alpha (lambda_0 + grad f(mu))         for Bayes
-    lambda <- (1 - alpha) lambda + alpha (lambda_0 + grad f**(mu))       for relaxed Bayes
+```math
+\lambda \leftarrow (1 - \alpha) \lambda + \alpha (\lambda_0 + \nabla f(\mu)) \tag{34}
+```
 
-**The gradient of f** follows from the theorems of Bonnet and Price. With g and H the expected gradient and Hessian of
-the loss under q, grad_omega f = -g and grad_V f = -H/2. Because omega = mu_1 and V = mu_2 - mu_1 mu_1^T,
+and relaxed Bayes has $\nabla f^{**}(\mu)$ in place of $\nabla f(\mu)$.
 
-    grad f(mu) = (H omega - g, -H/2).
+**The gradient of $f$** follows from the theorems of Bonnet and Price. With $g$ and $H$ the expected gradient and
+Hessian of the loss under $q$, $\nabla_\omega f = -g$ and $\nabla_V f = -H/2$. Because $\omega = \mu_1$ and
+$V = \mu_2 - \mu_1 \mu_1^\top$,
 
-**The gradient of f\*\*** follows from convex programming. It is the lambda' that minimises f*(lambda') - <lambda', mu>.
-For a convex loss, tangents at L points theta_i are lower bounds. With their maximum instead of the loss, f* becomes a
-maximum of L closed forms (Eqs. 32 and 33),
+```math
+\nabla f(\mu) = (H \omega - g, \; -H/2)
+```
 
-    minimise c - <lambda', mu>   subject to   1/4 <lambda_1' + g_i, (-lambda_2')^-1 (lambda_1' + g_i)> - c
-                                                                               <= <g_i, theta_i> - loss(theta_i)
+**The gradient of $f^{**}$** follows from convex programming. It is the $\lambda'$ that minimises
+$f^*(\lambda') - \langle \lambda', \mu \rangle$. For a convex loss, tangents at $L$ points $\theta_i$ are lower bounds.
+With their maximum instead of the loss, $f^*$ becomes a maximum of $L$ closed forms. The program is to minimise
+
+```math
+c - \langle \lambda', \mu \rangle \tag{32}
+```
+
+over $\lambda'$ and $c$, subject to the $L$ constraints
+
+```math
+\frac14 \langle \lambda_1' + g_i, (-\lambda_2')^{-1} (\lambda_1' + g_i) \rangle - c
+  \le \langle g_i, \theta_i \rangle - \ell(\theta_i) \tag{33}
+```
 
 which CVXPY hands to CLARABEL.
 
-The paper does not mention two consequences. Lower bounds on the loss make f* too small and f** too *large*: with the L
-points drawn from q, the program bounds f** from above and may even exceed f. And the theta that matter, the atoms of
-the worst case (`bsam.theory.fenchel`), lie in the tails of q, where there are few samples.
+The paper does not mention two consequences. Lower bounds on the loss make $f^*$ too small and $f^{**}$ too *large*:
+with the $L$ points drawn from $q$, the program bounds $f^{**}$ from above and may even exceed $f$. And the $\theta$
+that matter, the atoms of the worst case (`bsam.theory.fenchel`), lie in the tails of $q$, where there are few samples.
 
-Here the samples are only a start. A global search finds the theta that attain the true f*(lambda'). They become further
-tangent points until the program's value and the lower bound <lambda', mu> - f*(lambda') agree to a tolerance.
-`tolerance=numpy.inf` is the paper's single program. The difference is large. On `separable_data`, prior precision 1,
-Bayes ends with variances (0.24, 0.22) and relaxed Bayes with (0.06, 0.05). With 64 sampled tangents instead of f** it
-seems to end near (0.18, 0.17), "very similar" to Bayes.
+Here the samples are only a start. A global search finds the $\theta$ that attain the true $f^*(\lambda')$. They become
+further tangent points until the program's value and the lower bound $\langle \lambda', \mu \rangle - f^*(\lambda')$
+agree to a tolerance. `tolerance=numpy.inf` is the paper's single program. The difference is large. On `separable_data`,
+prior precision 1, Bayes ends with variances (0.24, 0.22) and relaxed Bayes with (0.06, 0.05). With 64 sampled tangents
+instead of $f^{**}$ it seems to end near (0.18, 0.17), "very similar" to Bayes.
 
-A quadratic part of the loss, 1/2 <theta, A theta> with A the majorant's curvature, is linear in T(theta). It is removed
-before the tangents and added to lambda' again, exactly. The rest must be convex.
+A quadratic part of the loss, $\frac12 \langle \theta, A \theta \rangle$ with $A$ the majorant's curvature, is linear in
+$T(\theta)$. It is removed before the tangents and added to $\lambda'$ again, exactly. The rest must be convex.
 
-The relaxed rule never decreases f** - KL, for any alpha in (0, 1]. f** is convex, so its tangent at mu is below it. Up
-to a constant, the tangent minus KL is minus the KL to the target of the step, and this KL falls along the whole step.
+The relaxed rule never decreases $f^{**} - \mathrm{KL}$, for any $\alpha$ above 0 and at most 1. $f^{**}$ is convex, so
+its tangent at $\mu$ is below it. Up to a constant, the tangent minus KL is minus the KL to the target of the step, and
+this KL falls along the whole step.
 """
 
 from __future__ import annotations
@@ -65,13 +80,14 @@ __all__ = [
 def expected_negative_loss_gradient(
     loss: Loss, mean: ArrayLike, covariance: ArrayLike, *, tolerance: float = 1e-8
 ) -> Pair:
-    """The gradient of f(mu) in P > 1 dimensions, by Bonnet and Price and quadrature.
+    r"""The gradient of $f(\mu)$ in $P > 1$ dimensions, by Bonnet and Price and quadrature.
 
-    >>> from bsam.theory.losses import quadratic
-    >>> first, second = expected_negative_loss_gradient(quadratic([1.0, 2.0], np.eye(2)), [0.0, 0.0], np.eye(2))
-    >>> first.round(9), second.round(9)
-    (array([1., 2.]), array([[-0.5, -0. ],
-           [-0. , -0.5]]))
+    Examples:
+        >>> from bsam.theory.losses import quadratic
+        >>> first, second = expected_negative_loss_gradient(quadratic([1.0, 2.0], np.eye(2)), [0.0, 0.0], np.eye(2))
+        >>> first.round(9), second.round(9)
+        (array([1., 2.]), array([[-0.5, -0. ],
+               [-0. , -0.5]]))
     """
     omega = np.asarray(mean, float)
     g = expectation(loss.gradient, omega, covariance, dim=loss.dim, tolerance=tolerance).value
@@ -80,7 +96,7 @@ def expected_negative_loss_gradient(
 
 
 class TangentSolution(NamedTuple):
-    """The gradient of f**(mu), a lower and an upper bound on f**(mu), and the tangent points that were used."""
+    r"""The gradient of $f^{**}(\mu)$, a lower and an upper bound on $f^{**}(\mu)$, and the tangent points used."""
 
     natural: Pair
     lower: float
@@ -97,13 +113,13 @@ def biconjugate_gradient(
     tolerance: float = 1e-5,
     max_rounds: int = 50,
 ) -> TangentSolution:
-    """The gradient and the value of f**(mu) for a convex loss in P > 1 dimensions, with q_mu = N(mean, covariance).
+    r"""The gradient and the value of $f^{**}(\mu)$ for a convex loss in $P > 1$ dimensions.
 
     Args:
         loss: A loss that is convex after its majorant's curvature is removed.
-        mean: omega.
-        covariance: V, P x P.
-        points: First tangent points, (L, P), for instance samples of q_mu.
+        mean: $\omega$.
+        covariance: $V$, (P, P).
+        points: First tangent points, (L, P), for instance samples of $q_\mu$.
         tolerance: Largest allowed difference of the two bounds; numpy.inf solves one program without further points.
         max_rounds: Largest number of programs to solve.
 
@@ -192,13 +208,13 @@ def _solve_tangents(loss: Loss, A: Array, points: Array, omega: Array, V: Array)
 
 @dataclass(frozen=True)
 class Trace:
-    """The states of a learning rule from start to end, with both objectives at each state.
+    r"""The states of a learning rule from start to end, with both objectives at each state.
 
     Args:
         mean: (steps + 1, P).
         covariance: (steps + 1, P, P).
-        elbo: f - KL, (steps + 1,).
-        relaxed_elbo: f** - KL, (steps + 1,), as a lower bound.
+        elbo: $f - \mathrm{KL}$, (steps + 1,).
+        relaxed_elbo: $f^{**} - \mathrm{KL}$, (steps + 1,), as a lower bound.
     """
 
     mean: Array
@@ -208,7 +224,7 @@ class Trace:
 
     @property
     def gap(self) -> Array:
-        """The cost of the relaxation, f - f**, at each state."""
+        """The cost of the relaxation, $f - f^{**}$, at each state."""
         return self.elbo - self.relaxed_elbo
 
 
@@ -225,19 +241,19 @@ def bayesian_learning_rule(
     tolerance: float = 1e-5,
     seed: int = 0,
 ) -> Trace:
-    """Run Eq. 34 with full covariance, from the prior or a given Gaussian.
+    r"""Run Eq. 34 with full covariance, from the prior or a given Gaussian.
 
     Args:
         loss: A loss as in `biconjugate_gradient`.
-        prior_precision: delta_0; the prior is N(0, I/delta_0).
-        objective: `"bayes"` follows grad f, `"relaxed"` grad f**.
-        learning_rate: alpha in (0, 1].
+        prior_precision: $\delta_0$; the prior is $\mathcal N(0, I / \delta_0)$.
+        objective: `"bayes"` follows $\nabla f$, `"relaxed"` $\nabla f^{**}$.
+        learning_rate: $\alpha$, above 0 and at most 1.
         num_steps: Number of steps.
-        mean: omega at the start.
-        covariance: V at the start.
-        num_tangents: L, the number of tangent points drawn from q in each step. Some points that earlier steps added
-            are kept as well.
-        tolerance: Tolerance of f**, see `biconjugate_gradient`.
+        mean: $\omega$ at the start.
+        covariance: $V$ at the start.
+        num_tangents: $L$, the number of tangent points drawn from $q$ in each step. Some points that earlier steps
+            added are kept as well.
+        tolerance: Tolerance of $f^{**}$, see `biconjugate_gradient`.
         seed: Seed of the tangent points.
     """
     if objective not in ("bayes", "relaxed"):

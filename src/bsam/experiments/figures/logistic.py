@@ -7,7 +7,7 @@ and separable by a line through zero. Ours:
   these data after a look at the results on other data of ours. The settings below were not changed.
   `bsam.experiments.figures.data_sets` has the results for other data of this kind, and for another prior. There are no
   minibatches.
-- bSAM has the optimizer's defaults, which are the paper's settings of its networks: lr 0.1, betas (0.9, 0.999), rho
+- bSAM has the paper's settings of its networks: lr 0.1, betas (0.9, 0.999), rho
   0.01, damping gamma = 0.1; 8,000 steps, cosine to zero.
 - SAM is SGD with the same prior, rho = 0.05 as in the paper's tables, 2,000 steps. Laplace takes the exact diagonal
   Hessian at SAM's solution.

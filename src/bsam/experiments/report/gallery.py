@@ -15,7 +15,7 @@ _CAPTIONS = {
     "smoothing": "The expected loss and its relaxation lose minima as the variance grows (Figure 1b).",
     "theorem-2": "SAM's minimiser is also the minimiser of the relaxation (the star of Figure 1b).",
     "dual-spaces": "A Gaussian has expectation parameters and natural parameters (Figure 2a).",
-    "biconjugate": "These are f and f** over mu, and over mean and variance (Figures 2b and 2c).",
+    "biconjugate": "These are f and f** over μ, and over mean and variance (Figures 2b and 2c).",
     "logistic": "These are the predictions of exact Bayes, bSAM, SAM, and SAM with Laplace's approximation (Figure 3).",
     "logistic-posterior": "These are the data of that figure, the exact posterior, and its approximations (appendix).",
     "data-sets": "This is how confident the methods are on 200 data sets. The paper has no such figure.",

@@ -33,41 +33,52 @@ NUM_SCATTERED = 2048  # points in space
 
 
 class MaxLoss(NamedTuple):
-    """The value of a maximised loss and the perturbation eps that attains it."""
+    r"""The value of a maximised loss and the perturbation $\epsilon$ that attains it."""
 
     value: Array
     perturbation: Array
 
 
 class Conjugate(NamedTuple):
-    """f*(lambda') and the theta that attains it."""
+    r"""$f^*(\lambda')$ and the $\theta$ that attains it."""
 
     value: Array
     theta: Array
 
 
 def max_loss(loss: Loss, mean: ArrayLike, precision: ArrayLike, *, resolution: float = 0.02) -> MaxLoss:
-    """The maximum of loss(mean + eps) - 1/2 <eps, precision eps> over all eps: the second term of Eq. 9.
+    r"""The max-loss of SAM with a penalty instead of a ball: the second term of Eq. 9.
 
-    The search is global. With the loss's majorant c + <b, theta> + L norm(theta) + 1/2 <theta, A theta>, the objective
-    at distance r from the mean m is at most
+    It is the maximum over all $\epsilon$ of
 
-        c(m) + (norm(b + A m) + L) r - kappa r^2 / 2,     kappa = smallest eigenvalue of precision - A,
+    ```math
+    \ell(m + \epsilon) - \frac12 \langle \epsilon, S \epsilon \rangle
+    ```
 
-    where c(m) is the majorant at m. Beyond the radius where this parabola falls below an attained value there is no
-    maximum. In one dimension, a grid covers everything within that radius, and each grid maximum that may still be the
-    largest is refined by bisection on the derivative. In P dimensions, many scattered points are tried, and the best
-    and some others are refined by BFGS (without a guarantee, but P is small). Where kappa <= 0 the result is +inf.
+    The search is global. With the numbers $c$, $b$, $L$ and $A$ of the loss's `Majorant`, the objective at distance $r$
+    from $m$ is at most
+
+    ```math
+    c(m) + (\lVert b + A m \rVert + L) \, r - \frac12 \kappa r^2
+    ```
+
+    where $c(m)$ is the majorant at $m$, and $\kappa$ the smallest eigenvalue of $S - A$. Beyond the radius where this
+    parabola falls below an attained value there is no maximum. In one dimension, a grid covers everything within that
+    radius, and each grid maximum that may still be the largest is refined by bisection on the derivative. In $P$
+    dimensions, many scattered points are tried, and the best and some others are refined by BFGS (without a guarantee,
+    but $P$ is small). Where $\kappa \le 0$ the result is +inf.
 
     Args:
         loss: A loss with a majorant.
-        mean: m: in one dimension an array of any shape, in P dimensions one vector.
-        precision: S: in one dimension an array that broadcasts with `mean`, in P dimensions a number or a P x P matrix.
+        mean: $m$: in one dimension an array of any shape, in $P$ dimensions one vector.
+        precision: $S$: in one dimension an array that broadcasts with `mean`, in $P$ dimensions a number or a
+            $P \times P$ matrix.
         resolution: Spacing of the grid in one dimension, less than the distance between neighbouring maxima.
 
-    >>> from bsam.theory.losses import quadratic
-    >>> max_loss(quadratic(0.0, 1.0), [1.0, 2.0], 2.0)
-    MaxLoss(value=array([1., 4.]), perturbation=array([1., 2.]))
+    Examples:
+        >>> from bsam.theory.losses import quadratic
+        >>> max_loss(quadratic(0.0, 1.0), [1.0, 2.0], 2.0)
+        MaxLoss(value=array([1., 4.]), perturbation=array([1., 2.]))
     """
     if loss.dim == 1:
         return _max_on_line(loss, np.asarray(mean, float), np.asarray(precision, float), resolution)
@@ -77,15 +88,16 @@ def max_loss(loss: Loss, mean: ArrayLike, precision: ArrayLike, *, resolution: f
 
 
 def max_loss_in_ball(loss: Loss, mean: ArrayLike, rho: float, *, resolution: float = 0.02) -> MaxLoss:
-    """The maximum of loss(mean + eps) over norm(eps) <= rho: the max-loss of SAM in its trust-region form, Eq. 1.
+    r"""The max-loss of SAM in its trust-region form, Eq. 1.
 
-    In one dimension, it is found on a grid of at most this resolution and refined by bisection. In P dimensions, many
-    points of the ball are tried, and the best are refined by SLSQP.
+    It is the maximum of $\ell(m + \epsilon)$ over $\lVert \epsilon \rVert \le \rho$. In one dimension, it is found on a
+    grid of at most this resolution and refined by bisection. In $P$ dimensions, many points of the ball are tried, and
+    the best are refined by SLSQP.
 
     Args:
         loss: The loss. It needs no majorant.
-        mean: An array of any shape in one dimension, one vector in P.
-        rho: Radius, >= 0.
+        mean: $m$: an array of any shape in one dimension, one vector in $P$.
+        rho: Radius, $\rho \ge 0$.
         resolution: Largest spacing of the grid in one dimension.
     """
     m = np.asarray(mean, float)
@@ -113,19 +125,21 @@ def max_loss_in_ball(loss: Loss, mean: ArrayLike, rho: float, *, resolution: flo
 
 
 def conjugate(loss: Loss, natural: Pair, *, resolution: float = 0.02) -> Conjugate:
-    """f*(lambda') by Theorem 1, as a supremum over theta.
+    r"""$f^*(\lambda')$ by Theorem 1, as a supremum over $\theta$.
 
     Args:
         loss: A loss with a majorant.
-        natural: lambda' = (S m, -S/2): arrays that broadcast in one dimension; a vector and a P x P matrix in P.
+        natural: $\lambda' = (S m, -S/2)$: arrays that broadcast in one dimension; a vector and a $P \times P$ matrix
+            in $P$.
         resolution: See `max_loss`.
 
     Returns:
-        The value, which is +inf outside the domain of f*, and the maximiser.
+        The value, which is +inf outside the domain of $f^*$, and the maximiser.
 
-    >>> from bsam.theory.losses import quadratic
-    >>> conjugate(quadratic(0.0, 1.0), (2.0, -1.0)).value.item()  # (lambda_1 + b)^2 / (4 (-lambda_2 - a / 2))
-    2.0
+    Examples:
+        >>> from bsam.theory.losses import quadratic
+        >>> conjugate(quadratic(0.0, 1.0), (2.0, -1.0)).value.item()  # (lambda_1 + b)^2 / (4 (-lambda_2 - a / 2))
+        2.0
     """
     lambda_1, S = np.asarray(natural[0], float), -2 * np.asarray(natural[1], float)
     if loss.dim == 1:
@@ -137,15 +151,15 @@ def conjugate(loss: Loss, natural: Pair, *, resolution: float = 0.02) -> Conjuga
 
 
 def conjugate_maximisers(loss: Loss, natural: Pair, starts: Array | None = None) -> tuple[float, Array]:
-    """One f*(lambda') and the theta that attains it; in P dimensions further local maxima follow, (k, P).
+    r"""One $f^*(\lambda')$ and the $\theta$ that attains it; in $P$ dimensions further local maxima follow, (k, P).
 
     Args:
         loss: A loss with a majorant.
-        natural: lambda', two numbers in one dimension, a vector and a P x P matrix in P.
-        starts: Further starting points of the search in P dimensions, (n, P).
+        natural: $\lambda'$: two numbers in one dimension, a vector and a $P \times P$ matrix in $P$.
+        starts: Further starting points of the search in $P$ dimensions, (n, P).
 
     Returns:
-        The value and the maximisers; +inf and no theta outside the domain of f*.
+        The value and the maximisers; +inf and no $\theta$ outside the domain of $f^*$.
     """
     S = -2 * np.asarray(natural[1], float)
     if np.linalg.eigvalsh(np.atleast_2d(S - loss.checked_majorant.curvature))[0] <= 0:
@@ -159,11 +173,11 @@ def conjugate_maximisers(loss: Loss, natural: Pair, starts: Array | None = None)
 
 
 def conjugate_over_gaussians(loss: Loss, natural: Pair, variance: float, *, resolution: float = 0.02) -> Array:
-    """The supremum of <mu'', lambda'> - f(mu'') over Gaussians with covariance `variance` times the identity.
+    r"""The left-hand side of Theorem 1 (Eq. 10), for Gaussians of one variance.
 
-    This is the left-hand side of Theorem 1 restricted to one variance: the expectation of <T(theta), lambda'> +
-    loss(theta), maximised over the mean. Smoothing never raises a maximum, so this value grows when the variance
-    shrinks, and its limit is f*(lambda').
+    It is the supremum of $\langle \mu'', \lambda' \rangle - f(\mu'')$ over Gaussians with covariance `variance` times
+    the identity: the expectation of $\langle T(\theta), \lambda' \rangle + \ell(\theta)$, maximised over the mean.
+    Smoothing never raises a maximum, so this value grows when the variance shrinks, and its limit is $f^*(\lambda')$.
     """
     trace = np.trace(natural[1]) if loss.dim > 1 else np.asarray(natural[1], float)
     return trace * variance + conjugate(smoothed(loss, variance), natural, resolution=resolution).value

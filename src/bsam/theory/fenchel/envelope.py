@@ -20,7 +20,7 @@ HIGHS = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e
 
 
 class Biconjugate(NamedTuple):
-    """A lower bound on f**(mu), its largest error, and a lambda' that attains it, which is grad f**(mu)."""
+    r"""A lower bound on $f^{**}(\mu)$, its largest error, and a $\lambda'$ that attains it: $\nabla f^{**}(\mu)$."""
 
     value: Array
     error: Array
@@ -28,9 +28,9 @@ class Biconjugate(NamedTuple):
 
 
 class WorstCase(NamedTuple):
-    """A `Biconjugate` at one mu, with the atoms and weights of the worst distribution.
+    r"""A `Biconjugate` at one $\mu$, with the atoms and weights of the worst distribution.
 
-    The moments of this distribution are mu, except where second moment has escaped to infinity.
+    The moments of this distribution are $\mu$, except where second moment has escaped to infinity.
     """
 
     value: float
@@ -43,29 +43,32 @@ class WorstCase(NamedTuple):
 def biconjugate(
     loss: Loss, mean: ArrayLike, variance: ArrayLike, *, tolerance: float = 1e-5, resolution: float = 0.02
 ) -> Biconjugate:
-    """f**(mu) for one-dimensional Gaussians N(mean, variance), on grids of any shape.
+    r"""$f^{**}(\mu)$ for one-dimensional Gaussians, on grids of any shape.
 
-    On a grid of theta, f** is the lower convex envelope of the points (theta_i, theta_i^2, -loss(theta_i)). Its facets
-    are the planes lambda' that matter, so one convex hull is enough for all mu. Atoms on a grid are a restriction, so
-    the envelope is an upper bound. Each of its planes, with f* computed without the grid by `conjugate`, gives a lower
-    bound. The grid is refined until both bounds agree. The lower bound is returned, so the result never exceeds f**.
-    Means that are far from each other have separate grids.
+    On a grid of $\theta$, $f^{**}$ is the lower convex envelope of the points
+    $(\theta_i, \theta_i^2, -\ell(\theta_i))$. Its facets are the planes $\lambda'$ that matter, so one convex hull is
+    enough for all $\mu$. Atoms on a grid are a restriction, so the envelope is an upper bound. Each of its planes, with
+    $f^*$ computed without the grid by `conjugate`, gives a lower bound. The grid is refined until both bounds agree.
+    The lower bound is returned, so the result never exceeds $f^{**}$. Means that are far from each other have separate
+    grids.
 
-    (The hull is that of -loss + a/2 theta^2, with a the curvature at infinity, and of the same points moved up along
-    theta^2: mass that escapes to infinity raises the second moment at no cost. This is the constraint S >= a.)
+    (The hull is that of $-\ell + \frac a2 \theta^2$, with $a$ the curvature at infinity, and of the same points moved
+    up along $\theta^2$: mass that escapes to infinity raises the second moment at no cost. This is the constraint
+    $S \ge a$.)
 
     Args:
         loss: A one-dimensional loss with a majorant.
-        mean: omega.
-        variance: v >= 0; for v = 0 this is -loss(omega).
+        mean: $\omega$.
+        variance: $v \ge 0$; for $v = 0$ the result is $-\ell(\omega)$.
         tolerance: Largest allowed difference of the two bounds.
         resolution: First spacing of the grid, and the resolution of `conjugate`.
 
-    >>> from bsam.theory.fenchel import expected_negative_loss
-    >>> from bsam.theory.losses import three_minima
-    >>> loss, omega = three_minima(), np.array([-4.0, 0.0])
-    >>> bool((biconjugate(loss, omega, 0.5).value <= expected_negative_loss(loss, omega, 0.5).value).all())
-    True
+    Examples:
+        >>> from bsam.theory.fenchel import expected_negative_loss
+        >>> from bsam.theory.losses import three_minima
+        >>> loss, omega = three_minima(), np.array([-4.0, 0.0])
+        >>> bool((biconjugate(loss, omega, 0.5).value <= expected_negative_loss(loss, omega, 0.5).value).all())
+        True
     """
     omega, v = np.broadcast_arrays(np.asarray(mean, float), np.asarray(variance, float))
     if loss.dim != 1 or (v < 0).any():
@@ -178,31 +181,33 @@ def worst_case(
     tolerance: float = 1e-7,
     max_rounds: int = 200,
 ) -> WorstCase:
-    """f**(mu) at one mu in any family and a few dimensions, with the distribution that attains it.
+    r"""$f^{**}(\mu)$ at one $\mu$ in any family and a few dimensions, with the distribution that attains it.
 
     This solves the linear program in the docstring of `bsam.theory.fenchel` by adding atoms. HiGHS optimises the
-    weights of the present atoms, the dual variables are a lambda', and the theta that attain f*(lambda') are the next
-    atoms. The program's value is an upper bound on f**(mu), and <lambda', mu> - f*(lambda') is a lower bound. The loop
-    stops when they agree. In the dual this is Kelley's cutting-plane method for the concave maximisation over lambda'.
+    weights of the present atoms, the dual variables are a $\lambda'$, and the $\theta$ that attain $f^*(\lambda')$ are
+    the next atoms. The program's value is an upper bound on $f^{**}(\mu)$, and
+    $\langle \lambda', \mu \rangle - f^*(\lambda')$ is a lower bound. The loop stops when they agree. In the dual this
+    is Kelley's cutting-plane method for the concave maximisation over $\lambda'$.
 
-    Mass that escapes to infinity in direction u is a separate column: it adds T_2(u) to the second moment at the cost
-    -1/2 <u, A u>.
+    Mass that escapes to infinity in direction $u$ is a separate column: it adds $T_2(u)$ to the second moment at the
+    cost $-\frac12 \langle u, A u \rangle$.
 
     Args:
         loss: A loss with a majorant.
-        family: The family, which defines T. In a smaller family the worst case must match fewer moments, and f** is
-            lower.
-        mean: omega.
+        family: The family, which defines $T$. In a smaller family the worst case must match fewer moments, and
+            $f^{**}$ is lower.
+        mean: $\omega$.
         covariance: The covariance, in the form that the family takes.
         tolerance: Largest allowed difference of the two bounds.
         max_rounds: Largest number of times that atoms are added.
 
-    >>> from bsam.theory.gaussian import Univariate
-    >>> from bsam.theory.losses import Loss, Majorant
-    >>> loss = Loss(np.cos, lambda t: -np.sin(t), lambda t: -np.cos(t), majorant=Majorant(1.0))
-    >>> worst = worst_case(loss, Univariate(), np.pi, 1.0)
-    >>> np.sort(worst.atoms - np.pi).round(6), worst.weights.round(6)
-    (array([-1.,  1.]), array([0.5, 0.5]))
+    Examples:
+        >>> from bsam.theory.gaussian import Univariate
+        >>> from bsam.theory.losses import Loss, Majorant
+        >>> loss = Loss(np.cos, lambda t: -np.sin(t), lambda t: -np.cos(t), majorant=Majorant(1.0))
+        >>> worst = worst_case(loss, Univariate(), np.pi, 1.0)
+        >>> np.sort(worst.atoms - np.pi).round(6), worst.weights.round(6)
+        (array([-1.,  1.]), array([0.5, 0.5]))
     """
     P = family.dim
     if loss.dim != P:

@@ -34,23 +34,24 @@ def expectation(
     resolution: float | None = None,
     max_points: int = 2**20,
 ) -> Expectation:
-    """E[function(theta)] for theta ~ N(mean, covariance), by the trapezoidal rule in whitened coordinates.
+    r"""The expectation of a function under a Gaussian, by the trapezoidal rule in whitened coordinates.
 
     For smooth integrands against a Gaussian, the error of the trapezoidal rule falls faster than any power of the
     spacing (Trefethen and Weideman 2014). Gauss-Hermite rules waste most nodes where the density vanishes. For
-    log(1 + exp(-30 z)), this rule reaches 1e-10 with some 600 nodes, and Gauss-Hermite needs over ten times as many.
+    $\log (1 + \exp(-30 z))$, this rule reaches 1e-10 with some 600 nodes, and Gauss-Hermite needs over ten times as
+    many.
 
     The spacing is halved until two results agree. The reported error is their difference; the error of the returned,
     finer result is smaller. Two rules may agree because both miss a narrow well between their nodes. Therefore nodes
     are never further apart than `resolution`.
 
     Args:
-        function: theta -> numbers or arrays, vectorised like the parts of a `Loss`.
-        mean: (...) in one dimension, (..., P) in P.
-        covariance: The variance, (...) and possibly zero, in one dimension; (..., P, P) in P.
-        dim: P.
-        tolerance: Required |error| / (1 + |value|).
-        resolution: Largest first spacing of the nodes, as a distance between two theta: at most the width of the
+        function: A function of $\theta$ that returns numbers or arrays, vectorised like the parts of a `Loss`.
+        mean: (...) in one dimension, (..., P) in $P$.
+        covariance: The variance, (...) and possibly zero, in one dimension; (..., P, P) in $P$.
+        dim: $P$.
+        tolerance: Largest error allowed, relative to one plus the absolute value of the result.
+        resolution: Largest first spacing of the nodes, as a distance between two $\theta$: at most the width of the
             narrowest well or peak of the function. The default is 1/4 in one dimension, 1 in two and 4 in three; a
             smaller one would need too many nodes.
         max_points: Largest number of nodes per Gaussian.
@@ -59,8 +60,9 @@ def expectation(
         RuntimeError: If the tolerance is not reached with `max_points` nodes.
         ValueError: If the function is not finite at a node.
 
-    >>> round(float(expectation(np.cos, 0.0, 1.0).value), 10), round(np.exp(-0.5).item(), 10)
-    (0.6065306597, 0.6065306597)
+    Examples:
+        >>> round(float(expectation(np.cos, 0.0, 1.0).value), 10), round(np.exp(-0.5).item(), 10)
+        (0.6065306597, 0.6065306597)
     """
     mean, covariance = np.asarray(mean, float), np.asarray(covariance, float)
     if dim == 1:
@@ -108,12 +110,13 @@ def expected_negative_loss(
     resolution: float | None = None,
     max_points: int = 2**20,
 ) -> Expectation:
-    """f(mu) = E[-loss(theta)] for q_mu = N(mean, covariance), with the arguments of `expectation`.
+    r"""$f(\mu) = \mathbb E_{\theta \sim q_\mu} [-\ell(\theta)]$, Eq. 7, with the arguments of `expectation`.
 
-    >>> from bsam.theory.losses import quadratic
-    >>> f = expected_negative_loss(quadratic(0.0, 2.0), [0.0, 1.0], 0.5)
-    >>> f.value.round(12)
-    array([-0.5, -1.5])
+    Examples:
+        >>> from bsam.theory.losses import quadratic
+        >>> f = expected_negative_loss(quadratic(0.0, 2.0), [0.0, 1.0], 0.5)
+        >>> f.value.round(12)
+        array([-0.5, -1.5])
     """
     value, error, step = expectation(
         loss.value,
@@ -128,7 +131,10 @@ def expected_negative_loss(
 
 
 def smoothed(loss: Loss, variance: float, *, tolerance: float = 1e-10) -> Loss:
-    """The loss theta -> E[loss(theta + e)], e ~ N(0, variance I), with derivatives and a bound. It is a slice of -f."""
+    r"""The smoothed loss, a slice of $-f$ at one variance $v$, with derivatives and a bound.
+
+    It is $\mathbb E_e [\ell(\theta + e)]$ as a function of $\theta$, with $e \sim \mathcal N(0, v I)$.
+    """
     covariance = variance if loss.dim == 1 else variance * np.eye(loss.dim)
 
     def mean_of(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
