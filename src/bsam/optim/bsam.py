@@ -242,14 +242,14 @@ class BSAM(GaussianOptimizer):
         num_data: float,
         **further: Any,
     ) -> BSAM:
-        """Make a bSAM for a problem on which `torch.optim.SGD(params, lr, momentum, weight_decay)` works.
+        r"""Make a bSAM for a problem on which `torch.optim.SGD(params, lr, momentum, weight_decay)` works.
 
         SGD's steps can be had exactly (docs/coming_from.md has the algebra), but they are not good for bSAM. Both were
         tried with several settings on small problems (docs/out_of_the_box.md), and no learning rate or weight decay
         that was made from SGD's best ones was better than bSAM's defaults. So the learning rate is bSAM's default, 1.
         If parameter groups have rates of their own, these keep their proportion to `lr`.
 
-        beta1 is SGD's momentum. Weights that SGD decays have bSAM's default weight decay, and the others none. All
+        $\beta_1$ is SGD's momentum. Weights that SGD decays have bSAM's default weight decay, and the others none. All
         other options are bSAM's defaults.
 
         Args:
