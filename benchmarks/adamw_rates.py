@@ -68,20 +68,18 @@ def main() -> None:
         }
         for problem in problems
     }
-    means = {
-        name: {metric: fmean(each[name][metric] for each in rows.values()) for metric in ("accuracy", "nll", "failed")}
-        for name in rows[problems[0]]
-    }
+    what = "bSAM with a learning rate by a rule from AdamW's best one; benchmarks/adamw_rates.py explains it"
+    write_means(arguments.out, what, rows, time.perf_counter() - begin)
+
+
+def write_means(out: Path, what: str, rows: dict[str, dict[str, dict[str, float]]], seconds: float) -> None:
+    """Print and record, for each row of the problems' tables, the means over the problems."""
+    metrics = ("accuracy", "nll", "failed")
+    names = next(iter(rows.values()))
+    means = {name: {metric: fmean(own[name][metric] for own in rows.values()) for metric in metrics} for name in names}
     for name, mean in means.items():
-        print(f"{name:24} accuracy {mean['accuracy']:.3f}  NLL {mean['nll']:.3f}")
-    record = {
-        "what": "bSAM with a learning rate by a rule from AdamW's best one; benchmarks/adamw_rates.py explains it",
-        "means": means,
-        "problems": rows,
-        "seconds": time.perf_counter() - begin,
-        "environment": environment(),
-    }
-    write_json(arguments.out, record)
+        print(f"{name:42} accuracy {mean['accuracy']:.3f}  NLL {mean['nll']:.3f}  failed {mean['failed']:.3f}")
+    write_json(out, {"what": what, "means": means, "problems": rows, "seconds": seconds, "environment": environment()})
 
 
 def numbers(rate: float, run: dict[str, Any], chance: tuple[float, float]) -> dict[str, float]:

@@ -18,12 +18,10 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from benchmarks.adamw_rates import numbers
+from benchmarks.adamw_rates import numbers, write_means
 from benchmarks.out_of_the_box import SETS, SGD_LINE, Cache, Run, load, perform_all
-from bsam.experiments.record import environment, write_json
 
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 WEIGHT_DECAYS = (0.0, 5e-4, 5e-3)
@@ -85,20 +83,8 @@ def main() -> None:
         }
         for problem in problems
     }
-    means = {
-        name: {metric: fmean(each[name][metric] for each in rows.values()) for metric in ("accuracy", "nll", "failed")}
-        for name in rows[problems[0]]
-    }
-    for name, mean in means.items():
-        print(f"{name:42} accuracy {mean['accuracy']:.3f}  NLL {mean['nll']:.3f}  failed {mean['failed']:.3f}")
-    record = {
-        "what": "bSAM with settings by a rule from SGD's best ones; benchmarks/sgd_rates.py explains it",
-        "means": means,
-        "problems": rows,
-        "seconds": time.perf_counter() - begin,
-        "environment": environment(),
-    }
-    write_json(arguments.out, record)
+    what = "bSAM with settings by a rule from SGD's best ones; benchmarks/sgd_rates.py explains it"
+    write_means(arguments.out, what, rows, time.perf_counter() - begin)
 
 
 if __name__ == "__main__":
