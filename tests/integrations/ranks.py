@@ -1,5 +1,6 @@
 """Trains with two processes on the CPU, and writes the result of each: `python -m tests.integrations.ranks FOLDER`."""
 
+import os
 import sys
 
 import pytest
@@ -59,7 +60,10 @@ def main(folder):
     fabric.launch()
     train_with_fabric(fabric, "fabric", folder)
     train_with_fabric(fabric, "fabric-group", folder, process_group=dist.group.WORLD)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    os._exit(0)  # without the interpreter's clean-up, in which gloo's threads may abort
