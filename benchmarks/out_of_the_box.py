@@ -1,4 +1,4 @@
-"""How good optimizers are before anybody tunes them, on the problems of `small_problems.py` and its two neighbours.
+"""How good optimizers are before anybody tunes them, on the problems of `small_problems.py` and its three neighbours.
 
     python -m benchmarks.out_of_the_box --data DATA --set choosing
     python -m benchmarks.out_of_the_box --data DATA --set judged --out results/out_of_the_box.json
@@ -47,7 +47,7 @@ import torch
 from torch import nn
 
 import bsam
-from benchmarks import few_data, many_data, small_problems
+from benchmarks import few_data, many_data, new_data, small_problems
 from benchmarks.small_problems import Data, average_loss, predict
 from bsam.experiments.record import environment, to_json, write_json
 
@@ -57,12 +57,14 @@ SETS = {
     "few-choosing": few_data.CHOOSING,
     "few-judged": few_data.JUDGED,
     "many": many_data.PROBLEMS,
+    "new-judged": new_data.JUDGED,
 }
 PROBLEMS = {name: problem for problems in SETS.values() for name, problem in problems.items()}
 SOURCE: dict[str, ModuleType] = {
     **dict.fromkeys(small_problems.PROBLEMS, small_problems),
     **dict.fromkeys(few_data.CHOOSING | few_data.JUDGED, few_data),
     **dict.fromkeys(many_data.PROBLEMS, many_data),
+    **dict.fromkeys(new_data.JUDGED, new_data),
 }
 """The file of each problem."""
 NUM_SAMPLES, NUM_RANDOM = 32, 8
@@ -77,7 +79,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "BSAM": {},
 }
 OPTIMIZERS = tuple(DEFAULTS)
-IMPOSSIBLE = {("long_run", "VOGN"), ("digits_batchnorm", "VOGN")}
+IMPOSSIBLE = {("long_run", "VOGN"), ("digits_batchnorm", "VOGN"), ("mnist_batchnorm", "VOGN")}
 """BatchNorm mixes the examples of a batch, and VOGN needs the gradient of each: these are left out."""
 KINDS = ("defaults", "converted", "random")
 SOURCES = ("sgd", "adamw")
