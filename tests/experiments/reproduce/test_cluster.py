@@ -64,13 +64,21 @@ def cluster(nodes):
         yield found
 
 
-def noted(tasks, report, *, folder, storage=None):
-    """Train slowly, and note for each attempt its process, its node, and where it begins."""
-    notes = folder / "notes" / f"{tasks[0].config.method}{tasks[0].seed}"
+def noted(tasks, report, *, folder, storage=None, killed=()):
+    """Train slowly, and note for each attempt its process, its node, and where it begins.
+
+    The first attempt of a run in `killed` waits in its middle to be killed, however late the driver hears of it.
+    """
+    name = f"{tasks[0].config.method}{tasks[0].seed}"
+    notes = folder / "notes" / name
     begun = []
 
     def slowly(share):
         time.sleep(0.01)
+        deadline = time.monotonic() + 60
+        while share > 0.5 and name in killed and begun[0] < 0.1 and time.monotonic() < deadline:
+            report(share)
+            time.sleep(0.05)
         if not begun:
             begun.append(share)
             with notes.open("a") as file:
@@ -104,11 +112,11 @@ def test_lost_workers_and_a_lost_node_cost_nothing_but_time(nodes, cluster, plai
     names = [f"{task.config.method}{task.seed}" for task in tasks]
     (tmp_path / "notes").mkdir()
     storage = Storage(f"file://{tmp_path}/storage")
-    killed = {}
+    killed, to_kill = {}, ("sgd0", "sgd1", "bsam0")
 
     def kill(index, share):
         name = names[index]
-        if share < 0.4 or name in killed or name == "bsam1":
+        if share < 0.4 or name in killed or name not in to_kill:
             return
         if name == "bsam0" and not list(tmp_path.glob("storage/**/checkpoint.safetensors")):
             return
@@ -125,9 +133,9 @@ def test_lost_workers_and_a_lost_node_cost_nothing_but_time(nodes, cluster, plai
         if names[index] == "bsam0":
             storage.fetch([tasks[index]])
 
-    work = functools.partial(stored, folder=tmp_path, storage=storage)
+    work = functools.partial(stored, folder=tmp_path, storage=storage, killed=to_kill)
     assert cluster.run_all([[task] for task in tasks], work, on_progress=kill, on_end=end) == {}
-    assert killed.keys() == {"sgd0", "sgd1", "bsam0"}, "a run was over before it could be killed"
+    assert killed.keys() == set(to_kill), "a run was over before it could be killed"
     assert results(tmp_path / "records") == plain
     attempts = read_notes(tmp_path)
     for name in killed:
