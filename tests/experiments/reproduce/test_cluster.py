@@ -75,14 +75,14 @@ def noted(tasks, report, *, folder, storage=None, killed=()):
 
     def slowly(share):
         time.sleep(0.01)
-        deadline = time.monotonic() + 60
-        while share > 0.5 and name in killed and begun[0] < 0.1 and time.monotonic() < deadline:
-            report(share)
-            time.sleep(0.05)
         if not begun:
             begun.append(share)
             with notes.open("a") as file:
                 file.write(f"{os.getpid()} {ray.get_runtime_context().get_node_id()} {share}\n")
+        deadline = time.monotonic() + 60
+        while share > 0.5 and name in killed and begun[0] < 0.1 and time.monotonic() < deadline:
+            report(share)
+            time.sleep(0.05)
         report(share)
 
     work = functools.partial(execute, device="cpu", save_minutes=0.001)
