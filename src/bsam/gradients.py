@@ -59,7 +59,7 @@ def batch_gradient(
     """
     for parameter in parameters:
         parameter.grad = None
-    with torch.enable_grad(), watched_backward(parameters) as calls:
+    with torch.enable_grad(), watched_backward(parameters) as calls, _explained():
         with interruptible():
             loss = checked_loss(loss_fn(*batch))
         if loss.requires_grad and all(parameter.grad is None for parameter in parameters):
@@ -73,6 +73,27 @@ def batch_gradient(
                 "are supported."
             )
     return [parameter.grad for parameter in parameters], loss.detach().reshape(())
+
+
+_HINTS = {
+    "modified by an inplace operation": "bsam: the loss function must run the model itself, in each call. An output or "
+    "a loss that was computed before the step belongs to other weights.",
+    "Expected more than 1 value per channel": "bsam: a part of the batch has one example, and BatchNorm needs two: use "
+    "fewer splits, or a loader with drop_last=True.",
+}
+"""What to do, by a piece of torch's message."""
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Add a note to errors of torch that have another reason here than their message says."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        for piece, hint in _HINTS.items():
+            if piece in str(error):
+                error.add_note(hint)
+        raise
 
 
 class Moments(NamedTuple):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import bsam
 from bsam.experiments.data import load
 from bsam.experiments.data.table import DATASETS
 from bsam.experiments.demo import load_demo
@@ -111,6 +112,28 @@ def test_a_learning_rate_100_times_too_large_is_heard(method):
     assert "growth" in problems(trainer)
 
 
+@pytest.mark.parametrize("method", DIGITS)
+def test_a_learning_rate_1000_times_too_small_is_heard(method):
+    config = DIGITS[method]
+    trainer, given = trained(replace(config, lr=config.lr / 1000), 12)
+    assert len(given) == 1
+    assert "after 10 steps" in given[0]
+    assert "raise lr" in given[0]
+    assert problems(trainer) == ["pace", "start"]
+
+
+def test_warming_up_is_not_a_small_learning_rate():
+    model = nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 3))
+    optimizer = bsam.BSAM(model.parameters(), num_data=1000)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1e-6, total_iters=10_000)
+    x, y = torch.randn(50, 20), torch.randint(3, (50,))
+    for _ in range(12):  # a warning would be an error
+        optimizer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+        schedule.step()
+    assert not optimizer.diagnose()["pace"].is_bad
+    assert optimizer.diagnose()["step"].value > 1e-3  # at the full rate
+
+
 def test_steps_as_large_as_the_weights_are_heard():
     config = DIGITS["vogn"]
     trainer, _ = trained(replace(config, lr=100 * config.lr), 2)
@@ -123,13 +146,13 @@ def test_steps_as_large_as_the_weights_are_heard():
 def test_num_data_100_times_too_small_is_heard(method):
     trainer, given = trained(DIGITS[method], 120, num_data_times=0.01)
     assert len(given) == 1
-    assert given[0].startswith(f"after {100 if method == 'ivon' else 10} steps")  # IVON's first steps are as wild
-    assert "num_data" in given[0]
+    assert given[0].startswith("after 10 steps")
+    assert "num_data=6, and a step has seen 50 examples" in given[0]
     train = trainer.dataset.train
     heard = problems(
         trainer, train_set=train[0], loss_fn=trainer.loss, batch=(trainer.dataset.normalise(train[0]), train[1])
     )
-    assert {"noise", "num_data"} <= set(heard)
+    assert {"noise", "num_data", "batch"} <= set(heard)
 
 
 def test_num_data_100_times_too_large_is_heard():

@@ -89,6 +89,7 @@ class ProbingOptimizer(DiagnosingOptimizer):
         self._away: str | None = None  # why the weights are not at their mean now
         self._pending: Pending | None = None  # the probes since the last step
         self._skipped: Tensor | None = None
+        self._most_examples = 0.0  # in a step of this object
 
     # ------------------------------------------------------------------ the method, given by a subclass
 
@@ -155,7 +156,7 @@ class ProbingOptimizer(DiagnosingOptimizer):
         """
         with deferred(), torch.no_grad():
             self._refuse_if_away("probe a batch")
-            slots, parts = self._prepare(batch)
+            slots, parts = self._prepare(loss_fn, batch)
             number = self._weight(weight, parts)
             with self._whole_or_nothing(slots) as buffers:
                 pending = self._opened(slots, buffers, scaler)
@@ -214,7 +215,7 @@ class ProbingOptimizer(DiagnosingOptimizer):
         self._refuse_if_away("take a step")
         pending = self._settled()
         if closure is not None:
-            slots, parts = self._prepare(batch)
+            slots, parts = self._prepare(closure, batch)
             number = self._weight(None, parts)
         elif pending is not None:
             slots = self._slots()
@@ -257,6 +258,7 @@ class ProbingOptimizer(DiagnosingOptimizer):
             self._move(stepped, averages, accept)
 
         self._pending = None
+        self._most_examples = max(self._most_examples, weight)
         if accept is not None:
             self._count_skipped((~accept).long())
         note_as_left(slot.parameter.grad for slot in stepped)
@@ -264,8 +266,14 @@ class ProbingOptimizer(DiagnosingOptimizer):
         self._count_step()
         return losses[0]
 
-    def _prepare(self, batch: tuple[Any, ...]) -> tuple[list[Slot], Parts]:
+    def _prepare(self, closure: LossFunction, batch: tuple[Any, ...]) -> tuple[list[Slot], Parts]:
         """Return slots and parts of a batch, after all checks that need no pass."""
+        if not callable(closure):
+            raise TypeError(
+                f"the loss function is of type {type(closure).__name__}, which cannot be called: give the function and "
+                "not its value, optimizer.step(loss_fn, x, y), where loss_fn(x, y) runs the model and returns the mean "
+                "loss. It is called several times, at different weights."
+            )
         self._check_batch(batch)
         splits = self._option("splits")
         parts = split_batch(batch, splits)
@@ -590,6 +598,11 @@ class ProbingOptimizer(DiagnosingOptimizer):
             self._warned.update(slot.index for slot in unseen)
             names = ", ".join(self._name(slot) for slot in unseen)
             text = f"no gradient reached {names}: not part of the loss? They stay unchanged."
+            if len(unseen) == len(self._trained()):
+                text += (
+                    " So nothing is trained: loss_fn must run the model itself, with the arguments that it gets, and "
+                    "return the loss as a tensor, without .item() or .detach()."
+                )
             warnings.warn(text, stacklevel=callers_level())
 
     def _describe_nonfinite(self, slots: list[Slot], losses: list[Tensor], averages: dict[str, list[Tensor]]) -> str:
@@ -605,6 +618,6 @@ class ProbingOptimizer(DiagnosingOptimizer):
         bad = bad or ["a loss or gradient of another rank is not finite"]
         drop = "" if self._pending is None else " Probes are still pending: optimizer.discard() drops them."
         return (
-            f"{'; '.join(bad)}. Weights and state are unchanged.{drop} Lower lr or rho, look at the batch, or skip "
+            f"{'; '.join(bad)}. Weights and state are unchanged.{drop} Look at the batch, lower lr or rho, or skip "
             "steps like this one with nonfinite='skip'."
         )

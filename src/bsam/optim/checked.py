@@ -36,6 +36,9 @@ class CheckedOptimizer(Optimizer):
     absent_options: ClassVar[dict[str, Any]] = {}
     """Values of options in a state that was saved before they existed, where these are not the defaults."""
 
+    group_aliases: ClassVar[tuple[str, ...]] = ()
+    """Names that a new group may have in place of options, which are not written into it."""
+
     base_optimizer: Optimizer | None = None
     """A torch optimizer that updates the weights, for a method without an update of its own."""
 
@@ -95,6 +98,7 @@ class CheckedOptimizer(Optimizer):
         known = sorted(set(self.defaults) - {"differentiable"})
         for key in group:
             if key not in self.defaults and key != "params" and key not in _ADDED_BY_OTHERS:
+                known = sorted({*known, *self.group_aliases})
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f"Did you mean {near[0]!r}? " if near else ""
                 raise ValueError(

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from bsam import shards
 from bsam.executor import callers_level
-from bsam.optim.diagnosis import CHECKED_AT, FEWEST_WEIGHTS, SIZE_RULES, Diagnosis, Finding, growth, ratio
+from bsam.optim.diagnosis import (
+    CHECKED_AT,
+    FEWEST_WEIGHTS,
+    SIZE_RULES,
+    Diagnosis,
+    Finding,
+    full_rate,
+    growth,
+    pace,
+    ratio,
+)
 from bsam.optim.probing import Slot
 from bsam.optim.slotted import SlottedOptimizer
 
@@ -25,6 +35,7 @@ class DiagnosingOptimizer(SlottedOptimizer):
         self._warned: set[int | str] = set()  # parameters and reasons for which a warning was given
         self._num_steps = 0  # since this object was made
         self._start: dict[Tensor, Tensor] = {}  # the norm of each parameter before the first of them
+        self._pace: Finding | None = None  # of the first steps
 
     def _sizes(self, slot: Slot) -> dict[str, Tensor]:
         """Return what is added to the weights of a slot, as far as the state tells, under names of `SIZE_RULES`."""
@@ -54,8 +65,12 @@ class DiagnosingOptimizer(SlottedOptimizer):
         for name, (rule, option) in SIZE_RULES.items():
             found = ratio(pairs[name])
             if found is not None:
-                findings.append(rule(found, [float(group[option]) for group in self.param_groups]))
-        return findings
+                findings.append(rule(found, self._values(option)))
+        return findings if self._pace is None else [*findings, self._pace]
+
+    def _values(self, option: str) -> list[float]:
+        """Return an option of each group; of the learning rate, its largest value."""
+        return [full_rate(group) if option == "lr" else float(group[option]) for group in self.param_groups]
 
     def _measured_slots(self) -> list[Slot]:
         """Return the slots whose weights carry the model, see `bsam.optim.diagnosis`."""
@@ -79,7 +94,12 @@ class DiagnosingOptimizer(SlottedOptimizer):
         if self._num_steps in CHECKED_AT and "ratios" not in self._warned:
             slots = self._measured_slots()
             many = sum(slot.parameter.numel() for slot in slots) >= FEWEST_WEIGHTS
-            bad = [finding.sentence for finding in self._ratios(slots) if finding.is_bad] if many else []
+            found = self._ratios(slots) if many else []
+            for finding in found:
+                if finding.name == "step" and self._num_steps == CHECKED_AT[0]:
+                    self._pace = pace(finding.value, self._values("lr"))
+                    found = [*found, self._pace]
+            bad = [finding.sentence for finding in found if finding.is_bad]
             if bad:
                 self._warned.add("ratios")
                 text = f"after {self._num_steps} steps: {' '.join(bad)} optimizer.diagnose() says more."

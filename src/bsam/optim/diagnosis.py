@@ -15,6 +15,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "CHECKED_AT",
@@ -23,10 +24,13 @@ __all__ = [
     "Diagnosis",
     "Finding",
     "Ratio",
+    "batch_fits",
     "factor",
+    "full_rate",
     "growth",
     "noise_size",
     "num_data_matches",
+    "pace",
     "perturbation_size",
     "prior_share",
     "ratio",
@@ -131,10 +135,20 @@ def growth(times: float) -> Finding:
 
 
 def step_size(found: Ratio, lr: Sequence[float]) -> Finding:
-    """Judge the size of the last step against the weights."""
-    sentence = f"The last step divided by the weights is {found}, with lr={_numbers(lr)}."
+    """Judge the size of a step against the weights."""
+    sentence = f"A step with lr={_numbers(lr)} divided by the weights is {found}."
     advice = "A step should change the weights by a few percent at most: lower lr."
     return _advised(Finding("step", found.total, 0.5, sentence), advice)
+
+
+def pace(step: float, lr: Sequence[float]) -> Finding:
+    """Judge whether the first steps, divided by the weights, were so small that nothing is learned."""
+    sentence = f"After {CHECKED_AT[0]} steps, a step with lr={_numbers(lr)} divided by the weights was {step:.2g}."
+    advice = (
+        "Such steps hardly move the weights: raise lr. bSAM's default is 1; Adam's rates are about 1,000 times too "
+        "small for it."
+    )
+    return _advised(Finding("pace", 1 / step if step else math.inf, 10_000.0, sentence), advice)
 
 
 def noise_size(found: Ratio, num_data: Sequence[float]) -> Finding:
@@ -150,7 +164,10 @@ def noise_size(found: Ratio, num_data: Sequence[float]) -> Finding:
 def perturbation_size(found: Ratio, rho: Sequence[float]) -> Finding:
     """Judge the size of the adversarial step against the weights, by an estimate of the gradient."""
     sentence = f"The adversarial step divided by the weights is about {found}, with rho={_numbers(rho)}."
-    advice = "The gradient is taken too far from the weights to say where to go: lower rho."
+    advice = (
+        "The gradient is taken too far from the weights to say where to go. Does the loss function return a mean and "
+        "not a sum, and are the inputs standardised? If so, lower rho."
+    )
     return _advised(Finding("perturbation", found.total, 0.015, sentence), advice)
 
 
@@ -193,6 +210,13 @@ def factor(N: float) -> Finding:
     return _advised(Finding("factor", N, 20_000.0, sentence), advice)
 
 
+def batch_fits(num_data: float, examples: float) -> Finding:
+    """Judge whether the data can be as few as num_data, given the largest number of examples in a step."""
+    sentence = f"num_data={num_data:g}, and a step has seen {examples:,g} examples."
+    advice = "num_data is the number of training examples, not of batches: write num_data=len(train_set)."
+    return _advised(Finding("batch", examples / num_data, 1.0, sentence), advice)
+
+
 def num_data_matches(num_data: float, examples: int) -> Finding:
     """Judge by which factor num_data and the number of training examples differ."""
     factor = max(num_data / examples, examples / num_data) if examples else math.inf
@@ -209,6 +233,11 @@ def sampled_loss(at_mean: float, at_samples: float) -> Finding:
     sentence = f"The loss is {at_samples:.4g} at samples of the weights, and {at_mean:.4g} at their mean."
     advice = "The noise destroys what the mean has learned: is num_data too small, or damping?"
     return _advised(Finding("loss", at_samples, at_mean + max(abs(at_mean), 0.5), sentence), advice)
+
+
+def full_rate(group: Mapping[str, Any]) -> float:
+    """Return the largest learning rate that a group is known to have: schedulers write down where they start."""
+    return max(float(group.get(name, 0.0)) for name in ("lr", "initial_lr", "max_lr"))
 
 
 def _numbers(values: Sequence[float]) -> str:

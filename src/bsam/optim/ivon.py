@@ -46,7 +46,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bsam.optim import options
+from bsam.optim import diagnosis, options
 from bsam.optim.arithmetic import plus
 from bsam.optim.probing import Gradients, Slot, Tally, emptied
 from bsam.optim.variational import GaussianOptimizer
@@ -232,9 +232,8 @@ class IVON(GaussianOptimizer):
         beta1, steps = slot.group["betas"][0], slot.state["step"].clamp_min(1)
         step = sizes["step"] / (1 - beta1 ** steps.double()).to(slot.dtype)  # line 8
         if slot.group["clip_radius"] is not None:
-            step = step.clamp(
-                -slot.group["lr"] * slot.group["clip_radius"], slot.group["lr"] * slot.group["clip_radius"]
-            )
+            most = diagnosis.full_rate(slot.group) * slot.group["clip_radius"]
+            step = step.clamp(-most, most)
         return {**sizes, "step": step}
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:

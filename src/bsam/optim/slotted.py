@@ -56,6 +56,12 @@ class SlottedOptimizer(SplittingOptimizer):
     def _slots(self) -> list[Slot]:
         """Return one slot per parameter that requires a gradient, with a copy of the weights."""
         for group in self.param_groups:
+            for name in self.group_aliases:
+                if name in group:
+                    raise ValueError(
+                        f"{name}={group[name]} was written into a parameter group, and would be ignored: write "
+                        'group["prior_precision"] = weight_decay * optimizer.effective_num_data, and remove this key.'
+                    )
             lr = group.get("lr")
             if isinstance(lr, Tensor) and lr.shape == (1,):  # torch accepts this shape, formulas take numbers
                 group["lr"] = lr.reshape(())

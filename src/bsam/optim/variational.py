@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import statistics
 import warnings
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from bsam.batches import num_examples
 from bsam.interrupts import Restored
 from bsam.modules import BufferSnapshot, LossFunction, all_buffers
 from bsam.noise import standard_normal
@@ -44,6 +45,7 @@ class GaussianOptimizer(ProbingOptimizer):
         "seed",
     )
     rates: ClassVar[tuple[str, ...]] = ("lr", "prior_precision", "betas")
+    group_aliases: ClassVar[tuple[str, ...]] = ("weight_decay",)
 
     def _reset(self) -> None:
         super()._reset()
@@ -77,7 +79,7 @@ class GaussianOptimizer(ProbingOptimizer):
 
     def _sizes(self, slot: Slot) -> dict[str, Tensor]:
         s = self._unit_precision(slot)
-        sizes = {"step": slot.group["lr"] * slot.state["momentum"] / s}
+        sizes = {"step": diagnosis.full_rate(slot.group) * slot.state["momentum"] / s}
         noise_precision = self._noise_precision(slot)
         if noise_precision is not None:
             sizes["noise"] = posterior_std(noise_precision, self.effective_num_data)
@@ -188,7 +190,8 @@ class GaussianOptimizer(ProbingOptimizer):
         Nothing changes by asking, and one number per tensor is read from the device.
 
         Args:
-            train_set: The training set, or the `DataLoader` of it, to compare its length with `num_data`.
+            train_set: The training set, or the `DataLoader` of it, to compare its length with `num_data`. A tuple such
+                as (inputs, labels), or a dictionary, of tensors counts by their rows.
             loss_fn: Returns the loss of `batch`: compares it at samples of the weights with that at their mean.
             batch: What `loss_fn` is called with.
         """
@@ -205,11 +208,16 @@ class GaussianOptimizer(ProbingOptimizer):
                     *self._own_findings(),
                 ]
             if train_set is not None:
-                data = train_set.dataset if isinstance(train_set, DataLoader) else train_set
-                findings.append(diagnosis.num_data_matches(float(self._option("num_data")), len(data)))  # type: ignore[arg-type]
+                findings.append(diagnosis.num_data_matches(float(self._option("num_data")), _num_examples(train_set)))
             if loss_fn is not None:
                 findings.append(diagnosis.sampled_loss(*self._losses(loss_fn, batch)))
         return Diagnosis(tuple(findings))
+
+    def _ratios(self, slots: list[Slot]) -> list[Finding]:
+        findings = super()._ratios(slots)
+        if self._most_examples > 1:  # without a batch, a step counts as one
+            findings.append(diagnosis.batch_fits(float(self._option("num_data")), self._most_examples))
+        return findings
 
     def _own_findings(self) -> list[Finding]:
         """Return findings that only this method has."""
@@ -246,6 +254,15 @@ class GaussianOptimizer(ProbingOptimizer):
             draw: Number of the sample: the same number at the same step is the same sample. By default the next number.
         """
         return _Sampled(self, draw)
+
+
+def _num_examples(train_set: Sized) -> int:
+    """Return the number of examples of a data set, a loader, or tensors."""
+    if isinstance(train_set, DataLoader):
+        train_set = train_set.dataset  # type: ignore[assignment]
+    if isinstance(train_set, tuple | Mapping):
+        return num_examples(train_set)
+    return len(train_set)
 
 
 class _Sampled(Restored):

@@ -118,7 +118,7 @@ class DiagonalGaussian(Posterior):
             if parameter not in known:
                 raise ValueError(
                     f"std has a parameter of shape {tuple(parameter.shape)} that is not in the model: give the model "
-                    "that has these parameters."
+                    "that was trained. A copy of it has parameters of its own."
                 )
         precision: float | dict[str, float] | None
         if isinstance(prior_precision, Mapping):
@@ -312,5 +312,6 @@ def check_prior(sampled_names: list[str], precision: Mapping[str, float]) -> Non
     if flat:
         raise ValueError(
             f"the prior precision of {first_few(flat)} is 0 or not given, and the KL divergence from a flat prior "
-            "is infinite: make the posterior with a positive prior_precision, for example 25.0."
+            "is infinite: make the posterior with a positive prior_precision. An optimizer takes it from "
+            "prior_precision= or weight_decay= of the parameter's group."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bsam.batches import as_tensor
+from bsam.executor import callers_level
 from bsam.likelihood import check_likelihood, check_outputs, class_dimension
 from bsam.prediction.results import entropy
 
@@ -60,6 +62,8 @@ class ClassAverage:
         """
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         log_p = self._log_probs(outputs)
+        if self._log_sum is None and self._likelihood == "categorical" and not torch.compiler.is_compiling():
+            _warn_of_probabilities(outputs[0].movedim(class_dimension(tuple(outputs.shape[1:]), self._class_dim), -1))
         if self._log_sum is None and self._labels is not None:
             self._labels = _class_labels(self._labels, log_p[0], tuple(outputs.shape[1:]), self._likelihood)
         if self._samples is not None:
@@ -102,6 +106,16 @@ class ClassAverage:
             return outputs.movedim(1 + dim, -1).log_softmax(dim=-1)
         logit = one_output(outputs)  # of class 1, the other has the logit 0
         return torch.stack([F.logsigmoid(-logit), F.logsigmoid(logit)], dim=-1)
+
+
+def _warn_of_probabilities(outputs: Tensor) -> None:
+    """Warn if outputs (n, ..., K) that should be logits are probabilities: their softmax would be nearly uniform."""
+    if outputs.shape[-1] > 1 and bool((outputs >= 0).all() & ((outputs.sum(dim=-1) - 1).abs() < 1e-3).all()):
+        warnings.warn(
+            "the outputs of the model are probabilities, but logits are needed: leave the softmax at its end out, or "
+            "write forward=lambda model, inputs: model(inputs).log().",
+            stacklevel=callers_level(),
+        )
 
 
 def _class_labels(labels: Tensor, log_probs: Tensor, outputs: tuple[int, ...], likelihood: str) -> Tensor:

@@ -151,8 +151,8 @@ def predict(
             from the loop; a loop on the CPU, where vmap is faster only for tiny models.
         recalibrate: Training data, in the form of `data`, to estimate BatchNorm's running statistics again at each
             sample, as `bsam.recalibrate_batch_norm` does. Labels are ignored. It is read once per sample, so it must
-            not be a generator. False: use the posterior's buffers, which belong to its mean. None: the same, with a
-            warning if BatchNorm comes after sampled weights.
+            not be a generator. False: use the posterior's buffers, which training left. None: the same, with a
+            warning if BatchNorm comes after weights that have a width.
         compile: Compile the vmapped pass, and capture it on CUDA. Compiling takes tens of seconds, so this is useful
             for many batches of one size.
         progress: Show a progress bar (if `rich` is installed). None: if stderr is a terminal, after two seconds.
@@ -211,11 +211,21 @@ def noise_of(model: nn.Module, posterior: Posterior, likelihood: str, noise_std:
     The mixture over the parts of an ensemble has the mean of their variances. So mean and variance of its predictions
     are exact, and all its samples have one noise.
     """
+    _check_posterior(posterior)
     if likelihood != "gaussian" or noise_std is not None or not isinstance(model, LearnedNoise):
         return noise_std
     posterior.check_fits(model)
     logs = [float(part.mean["log_noise_std"]) for part in posterior.parts]
     return math.sqrt(math.fsum(w * math.exp(2 * log) for w, log in zip(posterior.weights, logs, strict=True)))
+
+
+def _check_posterior(posterior: Any) -> None:
+    """Raise if the second argument of a prediction is something else."""
+    if not hasattr(posterior, "parts"):
+        raise TypeError(
+            f"posterior is of type {type(posterior).__name__}: write predict(model, optimizer.posterior(model), data), "
+            "or bsam.PointMass.from_model(model) for the weights of a network as they are."
+        )
 
 
 @contextlib.contextmanager
@@ -224,6 +234,7 @@ def at_mean(model: nn.Module, posterior: Posterior) -> Iterator[torch.device]:
 
     Of a mixture, the mean of its first part.
     """
+    _check_posterior(posterior)
     posterior.check_fits(model)
     device = next((t.device for t in chain(model.parameters(), model.buffers())), torch.device("cpu"))
     with (

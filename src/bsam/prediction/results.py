@@ -172,6 +172,40 @@ class GaussianPredictions(_Saved):
         """The variance of a measurement: epistemic variance plus the square of `noise_std`."""
         return self.epistemic_variance + self.noise_std**2
 
+    @property
+    def std(self) -> Tensor:
+        """The standard deviation of a measurement."""
+        return self.variance.sqrt()
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Return the ends of the central interval that holds a measurement with this probability, by output.
+
+        It is that of the average over the samples if `keep_samples=True`, and otherwise that of a Gaussian with its
+        mean and variance.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level={level} must lie between 0 and 1, like 0.95.")
+        tails = [(1 - level) / 2, (1 + level) / 2]
+        if self.sample_means is None:
+            low, high = torch.special.ndtri(torch.tensor(tails, dtype=torch.float64)).tolist()
+            return self.mean + low * self.std, self.mean + high * self.std
+        low, high = (self._quantile(tail) for tail in tails)
+        return low, high
+
+    def _quantile(self, probability: float) -> Tensor:
+        """Return a quantile of the average over the samples, by bisection."""
+        assert self.sample_means is not None
+        f = self.sample_means.double()
+        shares = torch.full((len(f),), 1 / len(f)) if self.sample_weights is None else self.sample_weights
+        shares = shares.double().reshape(-1, *[1] * (f.ndim - 1))
+        z = float(torch.special.ndtri(torch.tensor(probability, dtype=torch.float64))) * self.noise_std
+        below, above = f.amin(dim=0) + z, f.amax(dim=0) + z  # the quantiles of the samples lie between these
+        for _ in range(60):
+            middle = (below + above) / 2
+            is_below = (shares * torch.special.ndtr((middle - f) / self.noise_std)).sum(dim=0) < probability
+            below, above = torch.where(is_below, middle, below), torch.where(is_below, above, middle)
+        return ((below + above) / 2).to(self.mean.dtype)
+
     def __len__(self) -> int:
         return len(self.mean)
 
