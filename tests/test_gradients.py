@@ -305,3 +305,18 @@ def test_a_head_that_is_used_later_is_trained_then():
         optimizer.step(cross_entropy(model["b"]), *batch())
     assert torch.equal(model["a"].weight, after)
     assert not torch.equal(model["b"].weight, starts["b"])
+
+
+def test_errors_with_another_reason_than_torch_says_have_a_note():
+    model, (x, y) = network(), batch(4)
+    optimizer = bsam.BSAM(model.parameters(), num_data=100)
+    loss = nn.functional.cross_entropy(model(x), y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        optimizer.step(lambda: loss)
+    assert "the loss function must run the model itself" in caught.value.__notes__[0]
+
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+    optimizer = bsam.BSAM(model.parameters(), num_data=100, splits=4)
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        optimizer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+    assert "fewer splits, or a loader with drop_last=True" in caught.value.__notes__[0]

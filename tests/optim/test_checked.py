@@ -107,6 +107,16 @@ def test_groups_are_checked_as_torch_does(name):
     assert len(optimizer.param_groups) == 1
 
 
+def test_a_weight_decay_that_is_written_into_a_group_is_not_ignored(name):
+    if not METHODS[name].gaussian:
+        pytest.skip("has no prior")
+    a = nn.Parameter(torch.ones(2))
+    optimizer = make(name, [a], **({"module": holding([a])} if METHODS[name].per_example else {}))
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    with pytest.raises(ValueError, match=r"weight_decay=0\.1 was written into a parameter group, and would be ignored"):
+        optimizer.step(lambda x: (a * x).sum(), torch.ones(2, 2))
+
+
 @pytest.mark.parametrize("key", ["pertub", "momentumm", "weight_decay", "betas2", "splitz"])
 def test_options_of_a_group_that_nobody_reads_are_refused(name, key):
     if key == "weight_decay" and (METHODS[name].base or METHODS[name].gaussian):

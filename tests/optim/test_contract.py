@@ -129,6 +129,23 @@ def test_closures_that_are_no_closures(name, closure, error, message):
     assert len(optimizer.state) == 0
 
 
+def test_a_loss_in_the_place_of_its_function_is_refused(name):
+    w = nn.Parameter(torch.ones(3))
+    optimizer = make(name, [w])
+    loss = w.sum()
+    for take in (optimizer.step, optimizer.probe):
+        with pytest.raises(TypeError, match="is of type Tensor, which cannot be called: give the function"):
+            take(loss)
+    assert torch.equal(w, torch.ones(3))
+
+
+def test_a_loss_without_a_graph_trains_nothing_and_says_so(name):
+    model = network(name)
+    optimizer = make(name, model.parameters(), module=model)
+    with pytest.warns(UserWarning, match=r"no gradient reached .* So nothing is trained: loss_fn must run the model"):
+        optimizer.step(lambda x, y: cross_entropy(model)(x, y).detach(), *batch())
+
+
 def test_a_warning_that_is_an_error_comes_after_the_step(name):
     model = network(name)
     model.register_parameter("unused", nn.Parameter(torch.zeros(2)))

@@ -231,3 +231,24 @@ def test_numbers_that_are_none_are_bad():
     assert diagnosis.ratio({"a": (1.0, 0.0)}) is None
     found = diagnosis.ratio({"a": (3.0, 1.0), "b": (4.0, 0.0)})
     assert found == diagnosis.Ratio(5.0, 3.0, 3.0, "a")
+
+
+@pytest.mark.parametrize("as_set", [lambda x, y: (x, y), lambda x, y: {"x": x, "y": y}, lambda x, y: x])
+def test_tensors_count_by_their_rows(as_set):
+    model, x, y = nn.Linear(20, 3), torch.randn(60, 20), torch.randint(3, (60,))
+    optimizer = bsam.BSAM(model.parameters(), num_data=60)
+    finding = optimizer.diagnose(as_set(x, y))["num_data"]
+    assert not finding.is_bad, finding
+    assert "60 examples" in finding.sentence
+
+
+def test_a_step_with_more_examples_than_num_data_is_heard():
+    """The classic: the number of batches in the place of the number of examples."""
+    model, x, y = nn.Linear(20, 3), torch.randn(60, 20), torch.randint(3, (60,))
+    optimizer = bsam.BSAM(model.parameters(), num_data=12)
+    for part in torch.arange(60).split(30):
+        optimizer.probe(lambda x, y: nn.functional.cross_entropy(model(x), y), x[part], y[part])
+    optimizer.step()
+    finding = optimizer.diagnose()["batch"]
+    assert finding.value == 5
+    assert "num_data=12, and a step has seen 60 examples" in finding.sentence

@@ -410,3 +410,22 @@ def test_learned_noise_is_that_of_the_posterior():
     assert linear.noise_std == bsam.Predictor(models[0], q[1], likelihood="gaussian").noise_std == pytest.approx(0.5)
     mixture = predict(models[0], bsam.Mixture(q, [3.0, 1.0]), (x, y), likelihood="gaussian")
     assert mixture.noise_std == pytest.approx((0.75 * 0.09 + 0.25 * 0.25) ** 0.5)
+
+
+@pytest.mark.parametrize("wrong", ["optimizer", "model"])
+def test_what_is_no_posterior_is_refused(wrong):
+    model = seeded(mlp)
+    given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "model": model}[wrong]
+    for call in (predict, bsam.Predictor):
+        with pytest.raises(TypeError, match=r"posterior is of type \w+: write .*optimizer.posterior\(model\)"):
+            call(model, given, vectors(3)) if call is predict else call(model, given)
+
+
+def test_probabilities_in_the_place_of_logits_are_warned_of():
+    model = nn.Sequential(seeded(mlp), nn.Softmax(dim=-1))
+    with pytest.warns(UserWarning, match="the outputs of the model are probabilities, but logits are needed"):
+        predict(model, PointMass.from_model(model), vectors(4))
+    log = nn.Sequential(seeded(mlp), nn.LogSoftmax(dim=-1))  # logits as good as any
+    expected = predict(log, PointMass.from_model(log), vectors(4))
+    found = predict(model, PointMass.from_model(model), vectors(4), forward=lambda model, x: model(x).log())
+    torch.testing.assert_close(found.log_probs, expected.log_probs)

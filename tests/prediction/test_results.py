@@ -123,3 +123,29 @@ def test_metrics_take_predictions():
     assert metrics.summary(some_predictions(GaussianPredictions, True), num_bootstrap=0).num_examples == 6
     with pytest.raises(ValueError, match="no targets"):
         metrics.summary(some_predictions(GaussianPredictions, False))
+
+
+def test_intervals_hold_what_they_say():
+    """Exactly for one Gaussian; by the distribution function of the mixture if its samples are kept."""
+    torch.manual_seed(0)
+    mean, spread, noise = torch.randn(7, dtype=torch.float64), 0.5, 0.3
+    alone = GaussianPredictions(mean, torch.full_like(mean, spread**2), noise, None, None, 3, 0)
+    torch.testing.assert_close(alone.std, torch.full_like(mean, math.hypot(spread, noise)))
+    low, high = alone.interval(0.9)
+    normal = torch.distributions.Normal(alone.mean, alone.std)
+    torch.testing.assert_close(normal.cdf(low), torch.full_like(mean, 0.05))
+    torch.testing.assert_close(normal.cdf(high), torch.full_like(mean, 0.95))
+
+    samples, weights = torch.randn(3, 7, 2, dtype=torch.float64), torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    for given, shares in ((weights, weights), (None, torch.full((3,), 1 / 3, dtype=torch.float64))):
+        centre = torch.einsum("s,s...->...", shares, samples)
+        spread = torch.einsum("s,s...->...", shares, (samples - centre).square())
+        mixture = GaussianPredictions(
+            centre, spread, noise, None, None, 3, 0, sample_means=samples, sample_weights=given
+        )
+        for level in (0.5, 0.95):
+            for end, tail in zip(mixture.interval(level), ((1 - level) / 2, (1 + level) / 2), strict=True):
+                below = torch.einsum("s,s...->...", shares, torch.distributions.Normal(samples, noise).cdf(end))
+                torch.testing.assert_close(below, torch.full_like(centre, tail), rtol=0, atol=1e-9)
+    with pytest.raises(ValueError, match="level=95 must lie between 0 and 1"):
+        alone.interval(95)

@@ -196,8 +196,8 @@ class GaussianPredictions(_Saved):
         """Return a quantile of the average over the samples, by bisection."""
         assert self.sample_means is not None
         f = self.sample_means.double()
-        shares = torch.full((len(f),), 1 / len(f)) if self.sample_weights is None else self.sample_weights
-        shares = shares.double().reshape(-1, *[1] * (f.ndim - 1))
+        shares = f.new_full((len(f),), 1 / len(f)) if self.sample_weights is None else self.sample_weights.double()
+        shares = shares.reshape(-1, *[1] * (f.ndim - 1))
         z = float(torch.special.ndtri(torch.tensor(probability, dtype=torch.float64))) * self.noise_std
         below, above = f.amin(dim=0) + z, f.amax(dim=0) + z  # the quantiles of the samples lie between these
         for _ in range(60):
