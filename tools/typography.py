@@ -21,7 +21,7 @@ _LONG = 20  # characters of a line of a cell
 _TAG = re.compile(r"<annotation.*?</annotation>|<[^>]*>", re.DOTALL)
 _NO_TEXT = re.compile(r"(<(pre|code|math|script)\b.*?</\2>|<[^>]*>)", re.DOTALL)
 _MINUS = re.compile(r"(?<![\w.)\]&;-])-(?=\d)|^-$")
-_TOGETHER = re.compile(r" (?=[↑↓×]|/ \d)|(?<=[±×]) |(?<=\d) (?=(?:[mµ]?s|[KMGT]B)\b)")
+_TOGETHER = re.compile(r" (?=[↑↓×]|/ \d)|(?<=[±×]) |(?<=\d) (?=(?:[mµ]?s|[KMGT]B|of(?= \d))\b)|(?<=\d of) (?=\d)")
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -41,6 +41,7 @@ def test_blocks_of_code_are_left_alone(code):
         ("0.9 / 0.1", "0.9~/ 0.1"),
         ("5 × bSAM", "5~×~bSAM"),
         ("1 ms, 2 s, 3 GB, 4 seeds", "1~ms, 2~s, 3~GB, 4 seeds"),
+        ("3 of 24 runs, 3 of them", "3~of~24 runs, 3 of them"),
         ("<code class='x'>-1 ms</code><math><mo>-1</mo></math>", None),
         ('<a title="-1 ms">x</a>', None),
     ],
