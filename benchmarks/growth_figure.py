@@ -85,7 +85,7 @@ def draw_batches(axes: Axes, steps: Measurements) -> None:
     points = curve(steps, "batch", "ms")
     proportional(axes, points)
     line(axes, points, BLUE)
-    numbers(axes, points, BLUE)
+    numbers(axes, points, BLUE, above=True)
     finish(axes, "images of a batch", "ms per step")
 
 
@@ -118,10 +118,11 @@ def line(axes: Axes, points: Curve, colour: str, label: str | None = None) -> No
 
 
 def numbers(axes: Axes, points: Curve, colour: str, *, above: bool = False) -> None:
-    """The cost at each point, above or below it."""
-    place: Any = {"ha": "center", "va": "bottom" if above else "top", "textcoords": "offset points"}
+    """The cost at each point: below it, or above it on the left, where a curve that rises is not."""
+    ha, va, offset = ("right", "bottom", (1, 2)) if above else ("center", "top", (0, -5))
+    place: Any = {"ha": ha, "va": va, "xytext": offset, "textcoords": "offset points", "color": colour}
     for x, y in points:
-        axes.annotate(f"{y:.2g}" if y < 0.1 else f"{y:.3g}", (x, y), (0, 5 if above else -5), color=colour, **place)
+        axes.annotate(f"{y:.2g}" if y < 0.1 else f"{y:.3g}", (x, y), **place)
 
 
 def proportional(axes: Axes, points: Curve) -> None:
@@ -141,11 +142,12 @@ def finish(axes: Axes, x: str, y: str, name: Callable[[float], str] = "{:g}".for
     if flat:
         axes.set_ylim(0, 1.4 * high)
     else:
-        axes.set_ylim(low / (high / low) ** 0.1, high * (high / low) ** 0.2)  # room for numbers and names
+        axes.set_ylim(low / (high / low) ** 0.1, high * (high / low) ** 0.3)  # room for numbers and names
         axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.set_yticks([], minor=True)
-    axes.margins(x=0.1)
+    first, last = ticks[0], ticks[-1]
+    axes.set_xlim(first / (last / first) ** 0.18, last * (last / first) ** 0.05)  # room on the left for a number
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:

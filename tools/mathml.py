@@ -27,6 +27,9 @@ _PRIMED_INDEX = re.compile(rf"<msubsup>({_TOKEN}{_TOKEN})<mo>(′+|″)</mo></ms
 _PRIMED = re.compile(r"<msup>(<mi[^>]*>[^<]*</mi>|<mrow>(?:(?!<m?row>).)*?</mrow>)<mo>(′+|″)</mo></msup>")
 
 
+_STRUT = '<mspace height="0.8em" depth="0.2em"></mspace>'
+
+
 def mathml(formulas: list[str]) -> list[str]:
     """Convert LaTeX formulas, by one call of pandoc.
 
@@ -49,9 +52,12 @@ def _is_converted(formula: str) -> bool:
 
 
 def _polish(math: str) -> str:
-    """Put primes on the base line, as fonts have them raised, and keep the bars of a norm as high as its content."""
+    """Put primes on the base line, as fonts have them raised, and keep the bars of a norm as high as its content.
+
+    Roots of single letters are as high as each other.
+    """
     math = re.sub(r"<mo>(?:&#8289;|\u2061)</mo>", "", math)  # an invisible sign, which fonts lack
-    math = _spaced(math)
+    math = _spaced(math).replace("<msqrt>", f"<msqrt>{_STRUT}")
     math = _PRIMED_INDEX.sub(r'<mrow><msub>\1</msub><mo lspace="0" rspace="0">\2</mo></mrow>', math)
     math = _PRIMED.sub(r'<mrow>\1<mo lspace="0" rspace="0">\2</mo></mrow>', math)
     return re.sub(r'<mo stretchy="true" form="(\w+)">([‖|])', r'<mo stretchy="false" form="\1">\2', math)

@@ -40,9 +40,14 @@ def metric_markdown(metric: str, record: dict[str, Any]) -> str:
 def _cell(cell: dict[str, Any], limit: float, sign: int) -> str:
     if cell["mean"] is None:
         return "diverged"
-    digits = max(0, min(4, 2 - math.floor(math.log10(abs(cell["mean"]) or 1.0))))
-    text = f"{cell['mean']:.{digits}f} ± {cell['se'] or 0.0:.{digits}f}"
+    mean, error = cell["mean"], cell["se"] or 0.0
+    digits = max(0, min(4, 2 - _exponent(mean)), -_exponent(error))  # at least one of the error
+    text = f"{mean:.{digits}f} ± {error:.{digits}f}"
     return f"**{text}**" if sign * cell["mean"] <= limit else text
+
+
+def _exponent(number: float) -> int:
+    return math.floor(math.log10(abs(number) or 1.0))
 
 
 def sets_markdown(record: dict[str, Any]) -> str:

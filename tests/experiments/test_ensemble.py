@@ -99,7 +99,7 @@ def test_an_ensemble_is_a_row_that_is_not_judged(tmp_path):
     assert not any(cell.best or cell.mark for cell in row.cells)
     assert sum(comparison.counts.values()) == 56
     shown = comparison_markdown(comparison)
-    assert "| 5 × SGD<br>one ensemble, 180 epochs | 91.00 (-)<br>— |" in shown
+    assert "| 5 × SGD<br>one ensemble, 180 epochs | 91.00<br>— |" in shown
     assert "Rows with “×” are ensembles" in shown
 
 

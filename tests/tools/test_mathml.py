@@ -30,6 +30,11 @@ def test_primes_stand_on_the_base_line_and_bars_keep_their_height():
     assert "<msubsup>" not in found
 
 
+def test_roots_of_small_and_tall_letters_are_equally_high():
+    (found,) = mathml([r"$\sqrt s + \sqrt{N s}$"])
+    assert found.count('<msqrt><mspace height="0.8em" depth="0.2em"></mspace>') == 2
+
+
 def test_a_thin_space_stands_between_a_name_and_a_letter():
     space = '<mspace width="0.167em"></mspace>'
     for formula in (r"$\log p$", r"$\max_k p_k$", r"$$\sup_{\lVert x \rVert \le 1} \ell$$"):

@@ -90,7 +90,7 @@ def test_studies_say_their_scale(tmp_path):
     record = {"title": "t", "x": "ρ", "scale": "tiny", "series": series}
     (tmp_path / "sweep_rho.json").write_text(json.dumps(record))
     shown = render("sweep_rho", tmp_path)
-    assert "| bSAM | 0.1 | 0.50 (-) | 0.500 (-) | 0.5000 (-) | 0.500 (-) |" in shown
+    assert "| bSAM | 0.1 | 0.50 | 0.500 | 0.5000 | 0.500 |" in shown
     assert "embedded digits" in shown
 
 

@@ -30,3 +30,12 @@ def test_errors_are_best_if_small():
 
 def test_sets():
     assert uci.TABLES["uci/sets"](record()).splitlines()[-1] == "| yacht | 277 | 31 | 6 | 50 | 10 | 32 | 20 |"
+
+
+def test_an_error_is_never_shown_as_zero():
+    found = record()
+    found["summary"]["yacht"]["adam"]["rmse"] = {"mean": 0.00093, "se": 0.00002}
+    found["summary"]["yacht"]["bsam"]["rmse"] = {"mean": -2.95, "se": 0.004}
+    row = uci.TABLES["uci/rmse"](found).splitlines()[-1]
+    assert "0.00093 ± 0.00002" in row
+    assert "-2.950 ± 0.004" in row

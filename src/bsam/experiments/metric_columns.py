@@ -26,9 +26,9 @@ def mean_and_sd(values: tuple[float, ...]) -> tuple[float | None, float | None]:
 
 
 def number(metric: str, mean: float | None, sd: float | None) -> str:
-    """Write mean (sd) with the metric's decimals; `-` stands for a missing number."""
+    """Write mean (sd) with the metric's decimals, or the mean alone; `-` stands for a missing number."""
     decimals = DECIMALS[metric]
-    return "-" if mean is None else f"{mean:.{decimals}f} ({'-' if sd is None else f'{sd:.{decimals}f}'})"
+    return "-" if mean is None else f"{mean:.{decimals}f}" + ("" if sd is None else f" ({sd:.{decimals}f})")
 
 
 def signed(metric: str, difference: float) -> str:

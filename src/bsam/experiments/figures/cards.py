@@ -138,6 +138,6 @@ def draw_card(result: Card, figure: Figure) -> None:
     else:
         axes.plot(*result.mean, "*", color=RED, ms=14, mec=BLACK, mew=0.7, label="its solution, a point")
     axes.plot([], [], color=GRAY, lw=0.7, label="exact posterior")
-    axes.set(xlim=(-0.3, 4.2), ylim=(-0.3, 4.2), xlabel="$w_1$", ylabel="$w_2$", aspect="equal")
+    axes.set(xlim=(-0.5, 4.2), ylim=(-0.5, 4.2), xlabel="$w_1$", ylabel="$w_2$", aspect="equal")
     axes.set_title(f"{CARDS[result.method][0]} on two weights")
     axes.legend(loc="upper left")

@@ -21,7 +21,7 @@ from bsam.experiments.data import Dataset, load
 from bsam.experiments.demo import Map, load_demo
 from bsam.experiments.figures.threads import one_thread
 from bsam.experiments.methods import predict
-from bsam.experiments.style import new_figure, probability
+from bsam.experiments.style import in_print, new_figure, probability
 from bsam.experiments.trainer import Trainer
 
 __all__ = ["Film", "compute_film", "write_film"]
@@ -29,7 +29,7 @@ __all__ = ["Film", "compute_film", "write_film"]
 TITLES = {"sam-sgd": "SAM", "bsam": "bSAM"}
 FORMATS = {".webp": "WEBP", ".png": "PNG"}
 _MILLISECONDS, _LAST_MILLISECONDS = 120, 3000
-_DPI = 100
+_DPI = 130
 
 
 @dataclass(frozen=True)
@@ -95,17 +95,20 @@ def write_film(path: Path) -> Path:
 
 
 def _frame(film: Film, index: int) -> Image.Image:
-    figure = new_figure(8.6, 3.9)
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, (method, title) in zip(panels, TITLES.items(), strict=True):
-        found = film.maps[method][index]
-        x, y, p = (part.double().numpy() for part in (found.x, found.y, found.probability))
-        image = probability(axes, x, y, p, found.points.double().numpy(), found.labels.double().numpy())
-        axes.set_title(f"{title}: {found.certain_far_away(0.95):.0%} certain away from the data", fontsize=11)
-        axes.set_xlabel("first feature")
-    panels[0].set_ylabel("second feature")
-    figure.colorbar(image, ax=panels, ticks=[0, 0.5, 1], label="p(class 1)", shrink=0.9)
-    figure.suptitle(f"Two moons after {film.steps[index]:,} of {film.steps[-1]:,} steps", fontsize=11)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=_DPI, format="png")
+    with in_print():
+        figure = new_figure(4.9, 3.4)
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, (method, title) in zip(panels, TITLES.items(), strict=True):
+            found = film.maps[method][index]
+            x, y, p = (part.double().numpy() for part in (found.x, found.y, found.probability))
+            image = probability(axes, x, y, p, found.points.double().numpy(), found.labels.double().numpy())
+            axes.set_title(f"{title}\n{found.certain_far_away(0.95):.0%} certain\naway from the data")
+            axes.set_xlabel("first feature")
+        panels[0].set_ylabel("second feature")
+        figure.colorbar(
+            image, ax=panels, location="bottom", ticks=[0, 0.5, 1], label="probability of class 1", aspect=40
+        )
+        figure.suptitle(f"Two moons after {film.steps[index]:,} of {film.steps[-1]:,} steps", fontsize="medium")
+        buffer = io.BytesIO()
+        figure.savefig(buffer, dpi=_DPI, format="png")
     return Image.open(buffer).convert("RGB")

@@ -57,7 +57,7 @@ def draw_risk(predictions: Mapping[str, bsam.Predictions]) -> Markup:
         axes.set_ylim(0, 1.3 * largest + 1e-3)
         axes.legend(loc="upper left", frameon=False, fontsize="small")
 
-    return draw_svg(draw, size=(5.6, 3.6), label="Risk against coverage of all methods")
+    return draw_svg(draw, size=(4.4, 3.4), label="Risk against coverage of all methods")
 
 
 def draw_strange(known: bsam.Predictions, unknown: bsam.Predictions, title: str) -> Markup:

@@ -266,7 +266,7 @@ def _tuning(record: dict[str, Any] | None) -> dict[str, Any] | None:
     if record is None:
         return None
     rows = [
-        _Line(settings, [_Number(float(cell.split()[0]) if "(" in cell else None, cell) for cell in cells])
+        _Line(settings, [_Number(float(cell.split()[0]) if cell[0].isdigit() else None, cell) for cell in cells])
         for settings, cells in tuning_rows(record)
     ]
     about = f"{tuning_sentence(record)}. {_duration(record['seconds'])} of training."
