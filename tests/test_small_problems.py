@@ -62,6 +62,15 @@ def test_ten_problems_are_for_choosing_and_eight_others_are_judged():
     assert len(PROBLEMS) == 18
 
 
+@pytest.mark.parametrize("new", ["code_words", "code_gru"])
+def test_new_problems_that_need_no_folder(new):
+    data = out_of_the_box.load(new, FOLDER)
+    assert [len(x) for x, _ in (data.train, data.validation)] == [1000, 300]
+    assert len(data.test[0]) > 300
+    assert data.num_classes == 8
+    assert data.train[1].bincount().min() > 80  # every module has its share
+
+
 def test_sizes(name):
     data = out_of_the_box.load(name, FOLDER)
     parts = (data.train, data.validation, data.test)
