@@ -47,7 +47,7 @@ _OF_A_RECORD: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "tuning_sqrt_num_data": (tuning_markdown, "bsam tune benchmarks/sqrt_num_data.toml"),
     **{
         f"out_of_the_box{part}{what}": (markdown, "benchmarks/out_of_the_box.py")
-        for part in ("", "_choosing", "_few", "_few_choosing", "_many", "_many_splits", "_new")
+        for part in ("", "_choosing", "_few", "_few_choosing", "_few_damping", "_many", "_many_splits", "_new")
         for what, markdown in (("", out_of_the_box.means_markdown), ("/problems", out_of_the_box.problems_markdown))
     },
     "corruptions": (doubt.corruptions_markdown, "benchmarks/corruptions.py"),
