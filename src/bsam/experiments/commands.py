@@ -7,6 +7,7 @@ when it runs, so that its help does not wait for torch.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -200,6 +201,7 @@ def _is_file(name: str) -> bool:
 
 def _train(stack: Stack, save_minutes: float, save_epochs: int | None) -> None:
     from bsam.experiments.methods import METHODS
+    from bsam.experiments.reproduce.workers import now_and_then
 
     first, config = stack.runs[0], stack.runs[0].config
     which = f"{len(stack.runs)} seeds" if len(stack.runs) > 1 else f"seed {first.seed}"
@@ -211,10 +213,17 @@ def _train(stack: Stack, save_minutes: float, save_epochs: int | None) -> None:
     with Progress(*columns, *_TIMES, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=config.total_epochs, loss="")
 
+        def say(progress: float) -> None:
+            bar.console.print(f"epoch {progress:.1f}/{config.total_epochs}", highlight=False)
+
+        rarely = now_and_then(say, seconds=60)
+
         def show(trainer: Trainer) -> None:
             last = trainer.log[-1] if trainer.log else None
             text = f"loss {last['loss']:.4f}" if last else ""
             bar.update(task, completed=trainer.progress, loss=text)
+            if not bar.console.is_terminal:  # where a bar does not move
+                rarely(trainer.progress)
 
         show(stack.trainers[0])
         stack.train(every_minutes=save_minutes, every_epochs=save_epochs, on_step=show)
@@ -494,11 +503,13 @@ def _link(page: Path) -> str:
 def _progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
     """Show a progress bar on stderr; yield the function to call with the name of each piece of work when it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, *_TIMES, console=Console(stderr=True)) as bar:
+    with Progress(*columns, *_TIMES, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty()) as bar:
         task = bar.add_task(what, total=total)
 
         def advance(name: str) -> None:
             bar.update(task, advance=1, description=f"{what} {name:13}")
+            if not bar.console.is_terminal:  # where a bar does not move
+                bar.console.print(f"{what} {name}: {bar.tasks[0].completed} of {total}", highlight=False)
 
         yield advance
 
