@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bsam.experiments.stacks import Stack
     from bsam.experiments.trainer import Trainer
 
-__all__ = ["app"]
+__all__ = ["app", "progress"]
 
 _TIMES = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
 """The last columns of every progress bar."""
@@ -357,7 +357,7 @@ def demo(
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
     if tune:
-        with _progress("tuning", experiment.num_tries(settings)) as advance:
+        with progress("tuning", experiment.num_tries(settings)) as advance:
             record = experiment.tune(settings, lambda method: advance(METHODS[method].title))
         write_json(out / "tuning.json", record)
         for method, result in record["methods"].items():
@@ -366,7 +366,7 @@ def demo(
         return
 
     settings = dataclasses.replace(settings, seeds=seeds or settings.seeds)
-    with _progress("training", len(settings.digits) * settings.seeds + len(settings.moons)) as advance:
+    with progress("training", len(settings.digits) * settings.seeds + len(settings.moons)) as advance:
         record, predictions, strange = experiment.run_digits(settings, lambda method: advance(METHODS[method].title))
         maps = experiment.moons(settings, lambda method: advance(METHODS[method].title))
 
@@ -500,7 +500,7 @@ def _link(page: Path) -> str:
 
 
 @contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
+def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
     """Show a progress bar on stderr; yield the function to call with the name of each piece of work when it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, *_TIMES, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty()) as bar:
