@@ -96,6 +96,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
         ("sgd", ["batch_size=1000", "drop_last=true"], "batch_size=1000 with drop_last leaves no batch of 997"),
         ("bsam", ["batch_size=4", "splits=5"], "splits=5 is more than the 4 examples of a batch"),
         ("vogn", ["batch_size=2000", "splits=998"], "splits=998 is more than the 997 examples"),
+        ("sgd", ["batch_size=1000"], "batch_size=1000 is more than the 997 training examples"),
         ("sgd", ["dataset=moons", "model=moons_mlp", "augment=true"], "moons cannot be augmented"),
         ("sgd", ["dataset=imagenet"], "no data set 'imagenet'. There are: mnist"),
         ("sgd", ["model=vit"], "must be one of mlp"),
@@ -197,6 +198,9 @@ def test_the_log_does_not_repeat_epochs_that_are_trained_again(tmp_path):
 def test_devices():
     assert choose_device("cpu") == torch.device("cpu")
     assert choose_device().type in ("cpu", "cuda", "mps", "xpu")
+    for name in ("foo", "meta", "cpu:7", "cuda:x"):
+        with pytest.raises(ValueError, match=f"--device {name}: write cpu, cuda or cuda:0"):
+            choose_device(name)
 
 
 # ---------------------------------------------------------------- in a process of its own

@@ -134,7 +134,7 @@ def train(
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds to train, one after the other.")] = 1,
     stack_seeds: Annotated[bool, typer.Option("--stack-seeds", help="Train the seeds together, in one step.")] = False,
-    first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs instead of the preset's.")] = None,
     change: Annotated[
         list[str] | None,
@@ -184,6 +184,9 @@ def train(
         return
     assert name is not None
     changes = [*(change or []), *([f"epochs={epochs}"] if epochs else [])]
+    names = [each.partition("=")[0].strip() for each in changes]
+    if twice := [each for each in names if names.count(each) > 1]:
+        raise ValueError(f"{twice[0]} is set twice: write it once.")
     config = override(from_file(Path(name)) if _is_file(name) else preset(name), changes)
     folder = out or Path("runs") / (Path(name).stem if _is_file(name) else name)
     runs = [Run(folder / f"seed{seed}", config, seed, name) for seed in range(first_seed, first_seed + seeds)]

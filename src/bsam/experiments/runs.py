@@ -66,8 +66,14 @@ def resume_command(folder: Path) -> str:
 def choose_device(name: str | None = None) -> torch.device:
     """Return the named device, or by default the accelerator if there is one, or the CPU."""
     if name is not None:
-        device = torch.device(name)
-        if device.type != "cpu" and not torch.get_device_module(device).is_available():
+        try:
+            device = torch.device(name)
+            module = torch.get_device_module(device)  # a RuntimeError if it is no device to compute on
+            if device.type == "cpu" and device.index is not None:
+                raise RuntimeError
+        except RuntimeError:
+            raise ValueError(f"--device {name}: write cpu, cuda or cuda:0.") from None
+        if not module.is_available() or (device.index or 0) >= module.device_count():
             raise ValueError(f"--device {name}: there is no such device here, or this torch was built without it.")
         return device
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
