@@ -118,9 +118,19 @@ def test_suggest_prints_what_the_package_suggests():
         assert result.output == f"{suggestion}\n"
     for line, message in [
         (["--sgd", "0.1"], "--sgd 0.1 must be names and numbers"),
-        ([], "give either sgd="),
+        ([], "give either --sgd lr=0.1,momentum=0.9 or --adamw lr=1e-3,weight_decay=0.01"),
     ]:
         assert message in str(runner.invoke(app, ["suggest", *line, "--num-data", "10"]).exception)
+
+
+def test_an_interrupted_report_says_so(monkeypatch, tmp_path):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bsam.experiments.report.paper_page.write_paper_page", interrupt)
+    result = CliRunner().invoke(app, ["report", "--out", str(tmp_path / "r.html")])
+    assert result.exit_code == 130
+    assert "was not written." in result.output
 
 
 def test_tables_fit_into_80_columns():
@@ -169,7 +179,7 @@ class TestCommand:
         result = CliRunner().invoke(app, ["figure", "mona-lisa"])
         assert isinstance(result.exception, ValueError)
         assert "'mona-lisa'" in str(result.exception)
-        assert all(name in str(result.exception) for name in figures.FIGURES)
+        assert all(name in str(result.exception) for name in (*figures.FIGURES, *moving.MOVING, "numbers", "all"))
 
     def test_an_unknown_ending(self, tmp_path):
         result = CliRunner().invoke(app, ["figure", "dual-spaces", "--out", str(tmp_path / "x.docx")])

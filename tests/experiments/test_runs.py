@@ -89,6 +89,15 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
         start(tmp_path)
 
 
+def test_beside_finished_seeds_the_next_free_one_is_named(tmp_path):
+    for seed in (0, 1):
+        (tmp_path / f"seed{seed}").mkdir()
+        for name in ("config.toml", "posterior.safetensors", "record.json"):
+            (tmp_path / f"seed{seed}" / name).write_text("something")
+    with pytest.raises(FileExistsError, match="seed0 holds a finished run: train other seeds with --first-seed 2, or"):
+        start(tmp_path / "seed0")
+
+
 @pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
@@ -153,7 +162,7 @@ def test_resume_needs_a_run_and_its_own_settings(tmp_path):
     run.save()
     path = tmp_path / "config.toml"
     path.write_text(path.read_text().replace("lr = ", "lr = 1"))
-    with pytest.raises(ValueError, match="belongs to other settings"):
+    with pytest.raises(ValueError, match=r"belongs to other settings.*: lr is 10?\.\d+, and was 0?\.\d+\. Change it back"):
         Stack.resume(tmp_path, device="cpu")
 
 
@@ -395,7 +404,7 @@ def test_a_run_without_a_whole_checkpoint_is_refused(tmp_path):
     run = saved_twice(tmp_path)
     flip(run.checkpoint)
     flip(run.checkpoints.previous)
-    with pytest.raises(ValueError, match=r"checkpoint.previous.safetensors is damaged"):
+    with pytest.raises(ValueError, match=rf"checkpoint.previous.safetensors is damaged.*delete the folder {tmp_path},"):
         Stack.resume(tmp_path, device="cpu")
     run.checkpoints.previous.unlink()
     with pytest.raises(ValueError, match=r"is damaged.*no checkpoint before it: delete it to begin again"):

@@ -413,6 +413,9 @@ def figure(
     from bsam.experiments.record import write_json
 
     console = Console()
+    known = (*figures.FIGURES, *MOVING, "numbers", "all", "list")
+    if name not in known:
+        raise ValueError(f"there is no figure {name!r}. There are: {', '.join(known)}.")
     if name == "list":
         table = Table("figure", "what it shows")
         for key in (*figures.FIGURES, *MOVING):
@@ -458,6 +461,8 @@ def suggest(
     """
     from bsam.optim import suggest as convert
 
+    if (sgd is None) == (adamw is None):
+        raise ValueError("give either --sgd lr=0.1,momentum=0.9 or --adamw lr=1e-3,weight_decay=0.01.")
     line = None if adamw is None else _numbers("--adamw", adamw, "lr=1e-3,weight_decay=0.01")
     if line is not None and {"beta1", "beta2"} & set(line):
         line["betas"] = line.pop("beta1", 0.9), line.pop("beta2", 0.999)
@@ -493,8 +498,12 @@ def report(
     """
     from bsam.experiments.report.paper_page import write_paper_page  # needs the extra `theory`
 
-    with Console(stderr=True).status("") as status:
-        page = write_paper_page(out, records, figures, lambda what: status.update(escape(what)))
+    try:
+        with Console(stderr=True).status("") as status:
+            page = write_paper_page(out, records, figures, lambda what: status.update(escape(what)))
+    except KeyboardInterrupt:
+        Console(stderr=True).print(f"stopped; {escape(str(out))} was not written.", highlight=False)
+        raise typer.Exit(130) from None
     Console().print(f"Look at it: {_link(page)} ({page.stat().st_size / 1e6:.1f} MB)", highlight=False)
 
 
