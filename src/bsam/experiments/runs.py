@@ -149,8 +149,8 @@ class Run:
         if changed := [f"{name} is {now[name]}, and was {then[name]}" for name in now if now[name] != then[name]]:
             where = self.folder / "config.toml"
             raise ValueError(
-                f"{path} belongs to other settings than {where}: {'; '.join(changed)}. Change it back, or start another "
-                "run."
+                f"{path} belongs to other settings than {where}: {'; '.join(changed)}. Change it back, or start "
+                "another run."
             )
         with naming(path):
             _check_progress(state, trainer)
