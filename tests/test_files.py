@@ -266,6 +266,13 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
     assert (tmp_path / "a.txt").read_text() == "ours"
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_a_folder_that_takes_no_files_is_one_error():
+    with pytest.raises(FileNotFoundError, match=r"/proc/a.txt could not be written: no file can be made in this") as of:
+        write_text("/proc/a.txt", "a")
+    assert "earlier contents" not in str(of.value)  # there were none
+
+
 # ---------------------------------------------------------------- locks
 
 

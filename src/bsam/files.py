@@ -206,8 +206,8 @@ def _room(path: Path) -> Iterator[Path]:
     lock = None
     while True:
         room = path.with_name(f".{path.name}.{secrets.token_hex(8)}.bsam-tmp")
+        room.mkdir()  # a FileNotFoundError ends the loop: some folders, like /proc, take no others
         try:
-            room.mkdir()
             lock = _lock(room / "lock", wait=False)
             break
         except (BlockingIOError, FileNotFoundError):  # before the lock was held, another process removed the folder
@@ -294,7 +294,8 @@ def _explained(path: Path) -> Iterator[None]:
         if code is None:
             raise
         reason = _REASONS.get(code, f"{os.strerror(code)}. Repair this")
-        raise OSError(code, f"{path} could not be written: {reason}. The earlier contents are kept") from error
+        kept = ". The earlier contents are kept" if os.path.exists(path) else ""
+        raise OSError(code, f"{path} could not be written: {reason}{kept}") from error
 
 
 _REASONS = {
@@ -304,6 +305,7 @@ _REASONS = {
     errno.EACCES: "the folder may not be written to. Change its permissions, or choose another",
     errno.EPERM: "the folder may not be written to. Change its permissions, or choose another",
     errno.EEXIST: "there is a file of this name. Choose another",
+    errno.ENOENT: "no file can be made in this folder. Choose another",
     errno.EROFS: "the folder is on a read-only disk. Choose another",
 }
 """Reasons of disk errors, and what to do."""

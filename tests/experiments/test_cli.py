@@ -28,6 +28,14 @@ def test_warnings_are_one_sentence_too(bsam_command, tmp_path):
     assert "UserWarning" not in errors
 
 
+def test_an_error_of_the_disk_says_what_to_do(bsam_command, tmp_path):
+    (tmp_path / "file").touch()
+    process = bsam_command("train", "digits/sgd", "--device", "cpu", "--out", tmp_path / "file")
+    _, errors = process.communicate(timeout=120)
+    assert errors.startswith(f"bsam: {tmp_path}/file/seed0")
+    assert errors.endswith(": a part of this path is a file, and must be a folder. Choose another folder.\n")
+
+
 def test_help_and_version_do_not_wait_for_torch():
     code = """
 import sys

@@ -40,6 +40,9 @@ def test_resume_takes_no_settings_and_devices_must_exist(tmp_path):
         (["train", "--resume", str(tmp_path), "--epochs", "3"], "leave out --out, --epochs"),
         (["train", "digits/sgd", "--device", "cuda:7", "--out", str(tmp_path)], "no such device"),
         (["train"], "give either a preset"),
+        (["train", "digits/sgd", "--set", "lr=0.1", "--set", "lr=0.2"], "lr is set twice: write it once"),
+        (["train", "digits/sgd", "--set", "epochs=3", "--epochs", "2"], "epochs is set twice"),
+        (["evaluate", str(tmp_path), "--device", "meta"], "--device meta: write cpu, cuda or cuda:0"),
         (["evaluate", str(tmp_path), "--samples", "a"], "must be whole numbers"),
         (["evaluate", str(tmp_path), "--samples", "0,-1"], "must be whole numbers"),
     ]:
@@ -86,6 +89,7 @@ def test_help_teaches():
     assert "bsam train digits/bsam" in runner.invoke(app, ["train", "--help"]).output
     assert "--samples 0,8,64" in runner.invoke(app, ["evaluate", "--help"]).output
     assert runner.invoke(app, ["demo", "--seeds", "0"]).exit_code == 2
+    assert runner.invoke(app, ["train", "digits/sgd", "--first-seed", "-1"]).exit_code == 2
 
 
 def test_configs_lists_and_shows_presets():
@@ -114,9 +118,19 @@ def test_suggest_prints_what_the_package_suggests():
         assert result.output == f"{suggestion}\n"
     for line, message in [
         (["--sgd", "0.1"], "--sgd 0.1 must be names and numbers"),
-        ([], "give either sgd="),
+        ([], "give either --sgd lr=0.1,momentum=0.9 or --adamw lr=1e-3,weight_decay=0.01"),
     ]:
         assert message in str(runner.invoke(app, ["suggest", *line, "--num-data", "10"]).exception)
+
+
+def test_an_interrupted_report_says_so(monkeypatch, tmp_path):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bsam.experiments.report.paper_page.write_paper_page", interrupt)
+    result = CliRunner().invoke(app, ["report", "--out", str(tmp_path / "r.html")])
+    assert result.exit_code == 130
+    assert "was not written." in result.output
 
 
 def test_tables_fit_into_80_columns():
@@ -165,7 +179,7 @@ class TestCommand:
         result = CliRunner().invoke(app, ["figure", "mona-lisa"])
         assert isinstance(result.exception, ValueError)
         assert "'mona-lisa'" in str(result.exception)
-        assert all(name in str(result.exception) for name in figures.FIGURES)
+        assert all(name in str(result.exception) for name in (*figures.FIGURES, *moving.MOVING, "numbers", "all"))
 
     def test_an_unknown_ending(self, tmp_path):
         result = CliRunner().invoke(app, ["figure", "dual-spaces", "--out", str(tmp_path / "x.docx")])

@@ -52,7 +52,7 @@ def test_bad_files_are_named(tmp_path):
     ("change", "message"),
     [
         ("epoch=1", "unknown setting 'epoch': did you mean 'epochs'.*dataset, model, method"),
-        ("zzz=1", "unknown setting 'zzz': There are: dataset, model, method"),
+        ("zzz=1", "unknown setting 'zzz'. There are: dataset, model, method"),
         ("lr=fast", r"lr='fast' must be a finite number, like 0.1 \(lr is: alpha: learning rate"),
         ("epochs=1.5", r"epochs=1.5 must be a whole number, like 180 \(epochs is: passes over the training data\)"),
         ("epochs=true", "epochs=True must be a whole number"),

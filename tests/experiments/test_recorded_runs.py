@@ -6,6 +6,7 @@ import pytest
 
 from bsam.experiments.comparison import compare
 from bsam.experiments.paper.presets import preset
+from bsam.experiments.record import read_json, write_json
 from bsam.experiments.recorded_runs import read_record, recorded
 from tests.experiments.reproduce.records import write_record
 from tests.experiments.test_comparison import SGD, cell_of, row_of, write_seeds
@@ -30,6 +31,18 @@ def test_a_record_that_is_none_is_named(text, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match=r"seed0.json is not a run's record: .* Remove it"):
         compare("table6", tmp_path)
+
+
+def test_a_damaged_record_is_named_once_with_one_piece_of_advice(tmp_path):
+    path = write_record(tmp_path, SGD, 0)
+    write_json(path, read_json(path))  # with a checksum
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(ValueError, match="it is damaged") as damage:
+        read_record(path)
+    assert str(damage.value) == (
+        f"{path} is not a run's record: it is damaged: its contents do not have the checksum that they were written "
+        "with. Remove it."
+    )
 
 
 def test_an_unknown_scale_is_refused(tmp_path):

@@ -89,6 +89,15 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
         start(tmp_path)
 
 
+def test_beside_finished_seeds_the_next_free_one_is_named(tmp_path):
+    for seed in (0, 1):
+        (tmp_path / f"seed{seed}").mkdir()
+        for name in ("config.toml", "posterior.safetensors", "record.json"):
+            (tmp_path / f"seed{seed}" / name).write_text("something")
+    with pytest.raises(FileExistsError, match="seed0 holds a finished run: train other seeds with --first-seed 2, or"):
+        start(tmp_path / "seed0")
+
+
 @pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
@@ -96,6 +105,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
         ("sgd", ["batch_size=1000", "drop_last=true"], "batch_size=1000 with drop_last leaves no batch of 997"),
         ("bsam", ["batch_size=4", "splits=5"], "splits=5 is more than the 4 examples of a batch"),
         ("vogn", ["batch_size=2000", "splits=998"], "splits=998 is more than the 997 examples"),
+        ("sgd", ["batch_size=1000"], "batch_size=1000 is more than the 997 training examples"),
         ("sgd", ["dataset=moons", "model=moons_mlp", "augment=true"], "moons cannot be augmented"),
         ("sgd", ["dataset=imagenet"], "no data set 'imagenet'. There are: mnist"),
         ("sgd", ["model=vit"], "must be one of mlp"),
@@ -152,7 +162,7 @@ def test_resume_needs_a_run_and_its_own_settings(tmp_path):
     run.save()
     path = tmp_path / "config.toml"
     path.write_text(path.read_text().replace("lr = ", "lr = 1"))
-    with pytest.raises(ValueError, match="belongs to other settings"):
+    with pytest.raises(ValueError, match=r"belongs to other settings.*: lr is 1\S+, and was 0\S+\. Change it"):
         Stack.resume(tmp_path, device="cpu")
 
 
@@ -197,9 +207,18 @@ def test_the_log_does_not_repeat_epochs_that_are_trained_again(tmp_path):
 def test_devices():
     assert choose_device("cpu") == torch.device("cpu")
     assert choose_device().type in ("cpu", "cuda", "mps", "xpu")
+    for name in ("foo", "meta", "cpu:7", "cuda:x"):
+        with pytest.raises(ValueError, match=f"--device {name}: write cpu, cuda or cuda:0"):
+            choose_device(name)
 
 
 # ---------------------------------------------------------------- in a process of its own
+
+
+def set_options(*changes):
+    """The options of these changes; the last change of a setting counts, because the command takes one."""
+    last = {change.partition("=")[0]: change for change in changes}
+    return [word for change in last.values() for word in ("--set", change)]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +228,7 @@ def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(method, num
     # Two seconds of work, so that three kills find it at it; SWAG's steps are plain SGD's and take the least time.
     epochs = ["epochs=60", "swag_epochs=20"] if method == "swag" else ["epochs=8"]
     augmented = f"augment={'false' if method == 'swag' else 'true'}"
-    changes = [f for c in [*SHORT[method], *epochs, "batch_size=20", augmented] for f in ("--set", c)]
+    changes = set_options(*SHORT[method], *epochs, "batch_size=20", augmented)
     options = ["--save-minutes", "0.001", "--device", "cpu"]
     undisturbed = bsam_command("train", f"digits/{method}", "--out", tmp_path / "whole", *changes, *options)
     rng = random.Random(0)
@@ -391,7 +410,7 @@ def test_a_run_without_a_whole_checkpoint_is_refused(tmp_path):
     run = saved_twice(tmp_path)
     flip(run.checkpoint)
     flip(run.checkpoints.previous)
-    with pytest.raises(ValueError, match=r"checkpoint.previous.safetensors is damaged"):
+    with pytest.raises(ValueError, match=rf"checkpoint.previous.safetensors is damaged.*delete the folder {tmp_path},"):
         Stack.resume(tmp_path, device="cpu")
     run.checkpoints.previous.unlink()
     with pytest.raises(ValueError, match=r"is damaged.*no checkpoint before it: delete it to begin again"):
@@ -462,7 +481,7 @@ def test_a_checkpoint_of_an_impossible_epoch_is_refused(tmp_path, place, message
 
 def test_a_kill_while_the_settings_are_written_leaves_the_folder_free(tmp_path, bsam_command):
     """At each of the first calls that put a file on the disk; then the same command runs, and so does --resume."""
-    changes = [f for c in [*SHORT["sgd"], "epochs=1"] for f in ("--set", c)]
+    changes = set_options(*SHORT["sgd"], "epochs=1")
     arguments = ["train", "digits/sgd", "--out", tmp_path, *changes, "--device", "cpu"]
     folder = tmp_path / "seed0"
     process = bsam_command(*arguments, before="import os; os.fsync = lambda descriptor: os._exit(9)")

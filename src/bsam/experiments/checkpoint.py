@@ -44,7 +44,12 @@ class Checkpoints:
         except (FileNotFoundError, ValueError) as damage:
             if not self.previous.exists():
                 raise ValueError(f"{damage} There is no checkpoint before it: delete it to begin again.") from damage
-            state = load_checkpoint(self.previous)
+            try:
+                state = load_checkpoint(self.previous)
+            except ValueError as also:
+                raise ValueError(
+                    f"{damage} {also} No checkpoint is whole: delete the folder {self.path.parent}, and start again."
+                ) from also
             self._last_is_whole = False
             warnings.warn(f"{damage} The run goes on from the checkpoint before it, {self.previous}.", stacklevel=3)
             return state, self.previous

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import warnings
 from typing import Any
@@ -11,6 +12,17 @@ __all__ = ["main"]
 
 _EXTRAS = {"clarabel": "theory", "cvxpy": "theory"}
 """Packages of other extras than `experiments`."""
+_DISK = {
+    errno.ENOENT: "there is no such file or folder, and none can be made here. Choose another place",
+    errno.ENOTDIR: "a part of this path is a file, and must be a folder. Choose another folder",
+    errno.EEXIST: "there is a file in the place of a folder. Choose another folder",
+    errno.EISDIR: "this is a folder, and must be a file. Name a file in it",
+    errno.EACCES: "this may not be read or written. Change its permissions, or choose another place",
+    errno.EPERM: "this may not be read or written. Change its permissions, or choose another place",
+    errno.EROFS: "the disk is read-only. Choose another place",
+    errno.ENOSPC: "the disk is full. Free some space",
+}
+"""What an error of the disk means, and what to do, where the system names the file and no advice."""
 
 
 def main() -> None:
@@ -26,6 +38,9 @@ def main() -> None:
             raise
         print(_sentence(error), file=sys.stderr)
         sys.exit(getattr(error, "exit_status", 1))  # a run that a signal stopped says which
+    except KeyboardInterrupt:  # while modules are imported; the app catches it later
+        print("bsam: stopped.", file=sys.stderr)
+        sys.exit(130)
 
 
 def _warning_sentence(message: Warning | str, *origin: Any, **options: Any) -> str:
@@ -39,5 +54,7 @@ def _sentence(error: Exception) -> str:
             f"pip install '.[{_EXTRAS.get(error.name, 'experiments')}]'"
         )
     if isinstance(error, OSError) and error.strerror:
-        return f"bsam: {error.filename}: {error.strerror}" if error.filename else f"bsam: {error.strerror}"
+        if not error.filename:
+            return f"bsam: {error.strerror}"
+        return f"bsam: {error.filename}: {_DISK.get(error.errno or 0, error.strerror)}."
     return f"bsam: {str(error) or type(error).__name__}"

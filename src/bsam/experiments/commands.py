@@ -7,6 +7,7 @@ when it runs, so that its help does not wait for torch.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from bsam.experiments.stacks import Stack
     from bsam.experiments.trainer import Trainer
 
-__all__ = ["app"]
+__all__ = ["app", "progress"]
 
 _TIMES = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
 """The last columns of every progress bar."""
@@ -133,7 +134,7 @@ def train(
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds to train, one after the other.")] = 1,
     stack_seeds: Annotated[bool, typer.Option("--stack-seeds", help="Train the seeds together, in one step.")] = False,
-    first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs instead of the preset's.")] = None,
     change: Annotated[
         list[str] | None,
@@ -183,6 +184,9 @@ def train(
         return
     assert name is not None
     changes = [*(change or []), *([f"epochs={epochs}"] if epochs else [])]
+    names = [each.partition("=")[0].strip() for each in changes]
+    if twice := [each for each in names if names.count(each) > 1]:
+        raise ValueError(f"{twice[0]} is set twice: write it once.")
     config = override(from_file(Path(name)) if _is_file(name) else preset(name), changes)
     folder = out or Path("runs") / (Path(name).stem if _is_file(name) else name)
     runs = [Run(folder / f"seed{seed}", config, seed, name) for seed in range(first_seed, first_seed + seeds)]
@@ -200,6 +204,7 @@ def _is_file(name: str) -> bool:
 
 def _train(stack: Stack, save_minutes: float, save_epochs: int | None) -> None:
     from bsam.experiments.methods import METHODS
+    from bsam.experiments.reproduce.workers import now_and_then
 
     first, config = stack.runs[0], stack.runs[0].config
     which = f"{len(stack.runs)} seeds" if len(stack.runs) > 1 else f"seed {first.seed}"
@@ -211,10 +216,17 @@ def _train(stack: Stack, save_minutes: float, save_epochs: int | None) -> None:
     with Progress(*columns, *_TIMES, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=config.total_epochs, loss="")
 
+        def say(progress: float) -> None:
+            bar.console.print(f"epoch {progress:.1f}/{config.total_epochs}", highlight=False)
+
+        rarely = now_and_then(say, seconds=60)
+
         def show(trainer: Trainer) -> None:
             last = trainer.log[-1] if trainer.log else None
             text = f"loss {last['loss']:.4f}" if last else ""
             bar.update(task, completed=trainer.progress, loss=text)
+            if not bar.console.is_terminal:  # where a bar does not move
+                rarely(trainer.progress)
 
         show(stack.trainers[0])
         stack.train(every_minutes=save_minutes, every_epochs=save_epochs, on_step=show)
@@ -348,7 +360,7 @@ def demo(
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
     if tune:
-        with _progress("tuning", experiment.num_tries(settings)) as advance:
+        with progress("tuning", experiment.num_tries(settings)) as advance:
             record = experiment.tune(settings, lambda method: advance(METHODS[method].title))
         write_json(out / "tuning.json", record)
         for method, result in record["methods"].items():
@@ -357,7 +369,7 @@ def demo(
         return
 
     settings = dataclasses.replace(settings, seeds=seeds or settings.seeds)
-    with _progress("training", len(settings.digits) * settings.seeds + len(settings.moons)) as advance:
+    with progress("training", len(settings.digits) * settings.seeds + len(settings.moons)) as advance:
         record, predictions, strange = experiment.run_digits(settings, lambda method: advance(METHODS[method].title))
         maps = experiment.moons(settings, lambda method: advance(METHODS[method].title))
 
@@ -401,6 +413,9 @@ def figure(
     from bsam.experiments.record import write_json
 
     console = Console()
+    known = (*figures.FIGURES, *MOVING, "numbers", "all", "list")
+    if name not in known:
+        raise ValueError(f"there is no figure {name!r}. There are: {', '.join(known)}.")
     if name == "list":
         table = Table("figure", "what it shows")
         for key in (*figures.FIGURES, *MOVING):
@@ -446,6 +461,8 @@ def suggest(
     """
     from bsam.optim import suggest as convert
 
+    if (sgd is None) == (adamw is None):
+        raise ValueError("give either --sgd lr=0.1,momentum=0.9 or --adamw lr=1e-3,weight_decay=0.01.")
     line = None if adamw is None else _numbers("--adamw", adamw, "lr=1e-3,weight_decay=0.01")
     if line is not None and {"beta1", "beta2"} & set(line):
         line["betas"] = line.pop("beta1", 0.9), line.pop("beta2", 0.999)
@@ -481,8 +498,12 @@ def report(
     """
     from bsam.experiments.report.paper_page import write_paper_page  # needs the extra `theory`
 
-    with Console(stderr=True).status("") as status:
-        page = write_paper_page(out, records, figures, lambda what: status.update(escape(what)))
+    try:
+        with Console(stderr=True).status("") as status:
+            page = write_paper_page(out, records, figures, lambda what: status.update(escape(what)))
+    except KeyboardInterrupt:
+        Console(stderr=True).print(f"stopped; {escape(str(out))} was not written.", highlight=False)
+        raise typer.Exit(130) from None
     Console().print(f"Look at it: {_link(page)} ({page.stat().st_size / 1e6:.1f} MB)", highlight=False)
 
 
@@ -491,14 +512,16 @@ def _link(page: Path) -> str:
 
 
 @contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
+def progress(what: str, total: int) -> Iterator[Callable[[str], None]]:
     """Show a progress bar on stderr; yield the function to call with the name of each piece of work when it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, *_TIMES, console=Console(stderr=True)) as bar:
+    with Progress(*columns, *_TIMES, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty()) as bar:
         task = bar.add_task(what, total=total)
 
         def advance(name: str) -> None:
             bar.update(task, advance=1, description=f"{what} {name:13}")
+            if not bar.console.is_terminal:  # where a bar does not move
+                bar.console.print(f"{what} {name}: {bar.tasks[0].completed} of {total}", highlight=False)
 
         yield advance
 

@@ -151,7 +151,7 @@ class Comparison:
 def find_table(name: str) -> str:
     """Return `name`, or raise an error that lists the tables."""
     if name not in TABLES:
-        raise ValueError(f"there is no table {name!r}: choose one of {', '.join(TABLES)}.")
+        raise ValueError(f"there is no table {name!r}: choose one of {', '.join(TABLES)}, all or uci.")
     return name
 
 

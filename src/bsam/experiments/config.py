@@ -159,8 +159,8 @@ def from_mapping(values: Mapping[str, Any]) -> Config:
     for name in values:
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, n=1)
-            guess = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"unknown setting {name!r}: {guess}There are: {', '.join(FIELDS)}.")
+            guess = f": did you mean {near[0]!r}?" if near else "."
+            raise ValueError(f"unknown setting {name!r}{guess} There are: {', '.join(FIELDS)}.")
     required = [name for name, field in FIELDS.items() if field.default is dataclasses.MISSING]
     missing = [name for name in required if name not in values]
     if missing:

@@ -66,7 +66,7 @@ def evaluate(
     Returns:
         The metrics, by their names in the record, see `evaluation_name`.
     """
-    path = folder / "record.json"
+    path, place = folder / "record.json", choose_device(device)
     if not holds_run(folder):
         raise FileNotFoundError(f"{folder} holds no run: there is no {folder / 'config.toml'}.")
     if not path.is_file():
@@ -81,7 +81,7 @@ def evaluate(
     @cache
     def loaded() -> tuple[Dataset, nn.Module, bsam.Posterior]:
         where = data or remembered_data(folder)
-        found = prepare(config.dataset, config.model, config.validation, choose_device(device), where)
+        found = prepare(config.dataset, config.model, config.validation, place, where)
         return *found, bsam.load_posterior(folder / "posterior.safetensors")
 
     results = {}

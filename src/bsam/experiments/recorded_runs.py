@@ -54,6 +54,10 @@ def read_record(path: Path) -> Recorded:
     """Read the record of a run; an error names the file and the problem."""
     try:
         content = read_json(path)
+    except ValueError as error:
+        reason = str(error).removeprefix(str(path)).partition(". ")[0]
+        raise ValueError(f"{path} is not a run's record: it{reason}. Remove it.") from error
+    try:
         config, name = from_mapping(content["config"]), content["preset"]
         scale = content.get("scale", "full")
         if scale not in SCALES:
@@ -67,8 +71,10 @@ def read_record(path: Path) -> Recorded:
         device = content["environment"]["device"]
         seed, seconds, suites = content["seed"], content["seconds"], content.get("suites", {})
         return Recorded(path, name, seed, scale, config, seconds, test, device, suites)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a run's record: {type(error).__name__}: {error}. Remove it.") from error
+    except KeyError as error:
+        raise ValueError(f"{path} is not a run's record: {error} is missing. Remove it.") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a run's record: {str(error).rstrip('.')}. Remove it.") from error
 
 
 def recorded(records: Path, name: str, scale: Scale | None = None) -> dict[int, Recorded]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import shlex
 import signal
 import tomllib
@@ -66,8 +67,14 @@ def resume_command(folder: Path) -> str:
 def choose_device(name: str | None = None) -> torch.device:
     """Return the named device, or by default the accelerator if there is one, or the CPU."""
     if name is not None:
-        device = torch.device(name)
-        if device.type != "cpu" and not torch.get_device_module(device).is_available():
+        try:
+            device = torch.device(name)
+            module = torch.get_device_module(device)  # a RuntimeError if it is no device to compute on
+            if device.type == "cpu" and device.index is not None:
+                raise RuntimeError
+        except RuntimeError:
+            raise ValueError(f"--device {name}: write cpu, cuda or cuda:0.") from None
+        if not module.is_available() or (device.index or 0) >= module.device_count():
             raise ValueError(f"--device {name}: there is no such device here, or this torch was built without it.")
         return device
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -108,6 +115,12 @@ class Run:
 
     def refuse_to_replace(self) -> None:
         """Raise if the folder holds a run."""
+        if is_finished(self.folder) and self.folder.name == f"seed{self.seed}":
+            free = next(seed for seed in itertools.count() if not holds_run(self.folder.with_name(f"seed{seed}")))
+            raise FileExistsError(
+                f"{self.folder} holds a finished run: train other seeds with --first-seed {free}, or choose another "
+                "--out."
+            )
         if holds_run(self.folder):
             raise FileExistsError(
                 f"{self.folder} holds a run already: go on with `{resume_command(self.folder)}`, or choose another "
@@ -131,10 +144,14 @@ class Run:
     def load_state(self, trainer: Trainer, state: dict[str, Any], path: Path) -> None:
         """Load a checkpoint of this run, which was read from `path`, into the trainer."""
         with naming(path):
-            same = from_mapping(state["config"]) == self.config and state["seed"] == self.seed
-        if not same:
+            then = {"seed": state["seed"], **dataclasses.asdict(from_mapping(state["config"]))}
+        now = {"seed": self.seed, **dataclasses.asdict(self.config)}
+        if changed := [f"{name} is {now[name]}, and was {then[name]}" for name in now if now[name] != then[name]]:
             where = self.folder / "config.toml"
-            raise ValueError(f"{path} belongs to other settings than {where}: one of them was changed.")
+            raise ValueError(
+                f"{path} belongs to other settings than {where}: {'; '.join(changed)}. Change it back, or start "
+                "another run."
+            )
         with naming(path):
             _check_progress(state, trainer)
             options = _options(trainer)

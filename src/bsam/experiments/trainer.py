@@ -22,7 +22,7 @@ from bsam.experiments.data import Dataset, epoch_length, stacked_batches
 from bsam.experiments.methods import METHODS, make_optimizer
 from bsam.experiments.models import make_model
 
-__all__ = ["Trainer", "train_together"]
+__all__ = ["Trainer", "check_fits", "train_together"]
 
 
 class Trainer:
@@ -37,7 +37,8 @@ class Trainer:
     def __init__(self, config: Config, dataset: Dataset, *, seed: int) -> None:
         self.config, self.dataset, self.seed = config, dataset, seed
         self.method = METHODS[config.method]
-        _check_fits(config, dataset)
+        epoch_length(dataset, config.batch_size, augment=config.augment, drop_last=config.drop_last)  # checks them
+        check_fits(config, dataset.num_train)
         model = make_model(
             config.model, num_classes=dataset.num_classes, image_shape=dataset.image_shape, seed=seed
         ).to(dataset.device)
@@ -212,12 +213,14 @@ def train_together(trainers: Sequence[Trainer], *, compiled: bool = False) -> It
         yield
 
 
-def _check_fits(config: Config, dataset: Dataset) -> None:
+def check_fits(config: Config, num_train: int) -> None:
     """Raise if the data is too small for the settings, and not only in the middle of the run."""
-    length = epoch_length(dataset, config.batch_size, augment=config.augment, drop_last=config.drop_last)
-    smallest = min(config.batch_size, dataset.num_train)
+    smallest = min(config.batch_size, num_train)
     if smallest < config.splits:
         raise ValueError(f"splits={config.splits} is more than the {smallest} examples of a batch: write {smallest}.")
+    if config.batch_size > num_train:
+        raise ValueError(f"batch_size={config.batch_size} is more than the {num_train} training examples.")
+    length = num_train // config.batch_size if config.drop_last else -(-num_train // config.batch_size)
     if config.swag_epochs and config.swag_epochs * length < 2 * config.swag_interval:
         steps = config.swag_epochs * length
         raise ValueError(

@@ -84,7 +84,9 @@ def test_the_record_and_what_is_kept(tmp_path, monkeypatch):
     places = (tmp_path, tmp_path / "runs", tmp_path / "uci.json")
     monkeypatch.setattr(study, "ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(1))
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # of a process of its own
-    record = carry_out_uci(extent, *places, jobs=2, say=lines.append)
+    advanced = []
+    record = carry_out_uci(extent, *places, jobs=2, say=lines.append, advance=advanced.append)
+    assert sorted(advanced) == sorted(f"yacht {name}" for name in METHODS)
     assert read_json(places[2])["summary"]["yacht"].keys() == METHODS.keys()
     assert lines[len(METHODS) - 1] == "yacht ensemble is done"  # it waits for Adam's choice
     assert len(lines) == 2 * len(METHODS)
@@ -93,6 +95,10 @@ def test_the_record_and_what_is_kept(tmp_path, monkeypatch):
     assert study.missing_uci(extent, *places[:2]) == []
     monkeypatch.setattr(study, "run_method", None)  # nothing is run again
     assert carry_out_uci(extent, *places, say=lines.append)["summary"] == record["summary"]
+    assert extent.capped(small_set()) is None
+    assert Extent(num_splits=30).capped(small_set()) == (
+        "small has 2 splits, and 30 are asked for: all of them are run."
+    )
     with pytest.raises(ValueError, match="no method 'sgld'"):
         carry_out_uci(Extent(methods=("sgld",)), *places)
 

@@ -168,9 +168,14 @@ def test_uci_is_a_study_of_its_own(tmp_path, monkeypatch):
     assert re.search(r"yacht +Adam +log-likelihood", done.output)
     assert (tmp_path / "runs" / "uci" / "part.json").exists()  # a part does not replace the record of everything
     assert "0 of 1" in invoke(*command, "--dry-run").output
+    one = invoke(*command, "--seeds", 1, "--records", tmp_path / "records")
+    assert re.search(r"log-likelihood +-?\d+\.\d+$", one.output, re.MULTILINE)  # no deviation
+    assert "regression yacht adam: 1 of 1" in one.output
+    assert (tmp_path / "records" / "part.json").exists()
     for wrong, message in (
         (["reproduce", "uci", "table1"], "uci is a study of its own"),
         (["reproduce", "uci", "--scale", "reduced"], "no reduced scale"),
+        (["reproduce", "uci", "--first-seed", "3"], "leave out --suite, --on, --device and --first-seed"),
         (["reproduce", "uci", "--block", "cars"], "there is no UCI set 'cars'"),
     ):
         assert message in str(invoke(*wrong).exception)

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
+import warnings
 
 import pytest
 
@@ -63,6 +64,17 @@ def test_a_signal_ends_the_workers():
         run_all([0], wait_forever, jobs=1, on_progress=lambda index, share: os.kill(os.getpid(), signal.SIGTERM))
     assert not multiprocessing.active_children()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def work_and_warn(item, report):
+    with warnings.catch_warnings():  # after which Python shows the same warning again
+        warnings.simplefilter("always")
+        warnings.warn("the runs\n  are short", stacklevel=1)
+
+
+def test_a_warning_of_several_items_is_one_sentence(capfd):
+    assert run_all([0, 1, 2], work_and_warn, jobs=2) == {}
+    assert capfd.readouterr().err == "bsam: the runs are short\n"
 
 
 def test_nothing_to_do_starts_nothing():

@@ -17,7 +17,7 @@ import math
 import multiprocessing
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,6 +63,17 @@ class Extent:
     """The number of steps of each run, 1000 for small sets and 1500 for large ones by default."""
     sets: tuple[str, ...] = tuple(UCI_SETS)
     methods: tuple[str, ...] = tuple(METHODS)
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.methods if name not in METHODS]
+        if unknown:
+            raise ValueError(f"there is no method {unknown[0]!r}. There are: {', '.join(METHODS)}.")
+
+    def capped(self, data: RegressionSet) -> str | None:
+        """Say that a set has fewer splits than are asked for, or return None."""
+        if self.num_splits is None or self.num_splits <= len(data.splits):
+            return None
+        return f"{data.name} has {len(data.splits)} splits, and {self.num_splits} are asked for: all of them are run."
 
     def of_set(self, data: RegressionSet) -> tuple[RegressionSet, int]:
         """Return the set with the splits that are run, and the number of steps."""
@@ -242,7 +253,14 @@ def run_method(name: str, data: RegressionSet, steps: int, choices: list[Setting
 
 
 def carry_out_uci(
-    extent: Extent, data_folder: Path, runs: Path, out: Path, *, jobs: int = 1, say: Any = print
+    extent: Extent,
+    data_folder: Path,
+    runs: Path,
+    out: Path,
+    *,
+    jobs: int = 1,
+    say: Callable[[str], None] = print,
+    advance: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Any]:
     """Run what is missing, and write the record.
 
@@ -253,17 +271,18 @@ def carry_out_uci(
         out: The record.
         jobs: Number of processes, each for one set and method at a time.
         say: Prints a line.
+        advance: Called with the name of each set and method that was missing and is done.
     """
-    unknown = [name for name in extent.methods if name not in METHODS]
-    if unknown:
-        raise ValueError(f"there is no method {unknown[0]!r}. There are: {', '.join(METHODS)}.")
     runs.mkdir(parents=True, exist_ok=True)
     if jobs > 1:
-        _run_in_processes(extent, data_folder, runs, jobs, say)
+        _run_in_processes(extent, data_folder, runs, jobs, say, advance)
     found: dict[str, dict[str, Any]] = {}
     about: dict[str, Any] = {}
     for name in extent.sets:
-        data, steps = extent.of_set(read_uci(name, data_folder))
+        whole = read_uci(name, data_folder)
+        if sentence := extent.capped(whole):
+            say(sentence)
+        data, steps = extent.of_set(whole)
         n = len(data.splits[0].train)
         about[name] = {
             "sha256": data.sha256,
@@ -277,9 +296,13 @@ def carry_out_uci(
         }
         found[name] = {}
         for method in extent.methods:
+            missing = not _place(method, data, steps, runs).exists()
             found[name][method] = _kept(method, data, steps, runs)
+            if missing:
+                advance(f"{name} {method}")
             shown = summarise(found[name][method]["test"]["log_likelihood"])
-            say(f"{name:10} {METHODS[method].title:14} log-likelihood {shown['mean']:8.3f} +- {shown['se']:.3f}")
+            error = "" if math.isnan(shown["se"]) else f" +- {shown['se']:.3f}"  # of one split, or if a run diverged
+            say(f"{name:10} {METHODS[method].title:14} log-likelihood {shown['mean']:8.3f}{error}")
     record = {
         "what": "regression on UCI's sets with their published splits; bsam.experiments.regression.study explains it",
         "config": {
@@ -315,7 +338,9 @@ def missing_uci(extent: Extent, data_folder: Path, runs: Path) -> list[tuple[str
     return found
 
 
-def _run_in_processes(extent: Extent, data_folder: Path, runs: Path, jobs: int, say: Any) -> None:
+def _run_in_processes(
+    extent: Extent, data_folder: Path, runs: Path, jobs: int, say: Callable[[str], None], advance: Callable[[str], None]
+) -> None:
     """Run what is missing: first the methods that choose their settings, then those that take over a choice."""
     missing = missing_uci(extent, data_folder, runs)
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -324,6 +349,7 @@ def _run_in_processes(extent: Extent, data_folder: Path, runs: Path, jobs: int, 
             tasks = {pool.submit(_work, extent, data_folder, runs, *each): each for each in own}
             for task in as_completed(tasks):
                 task.result()
+                advance(" ".join(tasks[task]))
                 say(f"{' '.join(tasks[task])} is done")
 
 

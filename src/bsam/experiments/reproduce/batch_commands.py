@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from bsam.experiments.commands import app
+from bsam.experiments.commands import app, progress
 from bsam.experiments.options import Extent, Suites, Work, split_names, taking
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def _reproduce_uci(
 
     if tables != ["uci"]:
         raise ValueError("uci is a study of its own: write bsam reproduce uci, without other tables.")
-    if suite is not None or options.on is not None:
-        raise ValueError("uci is regression on this machine's CPU: leave out --suite and --on.")
+    if suite is not None or options.on is not None or options.device not in (None, "cpu") or options.first_seed:
+        raise ValueError("uci is regression on this machine's CPU: leave out --suite, --on, --device and --first-seed.")
     if options.scale == "reduced":
         raise ValueError("uci has no reduced scale: write --scale tiny, or --seeds for the number of splits.")
     tiny = options.scale == "tiny"
@@ -101,15 +101,18 @@ def _reproduce_uci(
         sets=whole.sets if block is None else (block,),
         methods=whole.methods if methods is None else tuple(method.strip() for method in methods.split(",")),
     )
-    full = (extent.sets, extent.methods) == (whole.sets, whole.methods) and not tiny
+    full = extent == whole
     folder = options.runs or Path("runs")
     runs = folder / "uci"
+    missing = missing_uci(extent, data_folder(options.data), runs)
     if options.dry_run:
-        missing = missing_uci(extent, data_folder(options.data), runs)
         typer.echo(f"{len(missing)} of {len(extent.sets) * len(extent.methods)} sets and methods are to be run.")
         return
-    out = (options.records or Path("results")) / "uci.json" if full else runs / "part.json"
-    carry_out_uci(extent, data_folder(options.data), runs, out, jobs=options.jobs or 1, say=typer.echo)
+    out = (options.records or Path("results")) / "uci.json" if full else (options.records or runs) / "part.json"
+    with progress("regression", len(missing)) as advance:
+        carry_out_uci(
+            extent, data_folder(options.data), runs, out, jobs=options.jobs or 1, say=typer.echo, advance=advance
+        )
     typer.echo(f"Record: {out}")
 
 

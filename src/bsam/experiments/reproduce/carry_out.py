@@ -100,7 +100,7 @@ def run_pieces(
         TextColumn("{task.percentage:.0f}%"),
         TimeElapsedColumn(),
         TextColumn("left"),
-        TimeRemainingColumn(elapsed_when_finished=True),
+        TimeRemainingColumn(),
     )
     shares: dict[int, float] = {}
     bars: dict[int, TaskID] = {}
@@ -121,6 +121,8 @@ def run_pieces(
             finished.append(index)
             if index in bars:
                 progress.remove_task(bars.pop(index))
+            if error is None and not console.is_terminal:  # where bars do not move
+                console.print(f"{escape(pieces[index].title)}: done, {count()}", highlight=False)
             if error is not None:
                 progress.console.print(f"{pieces[index].title}: {escape(error)}", highlight=False, style="red")
             refresh()
@@ -130,10 +132,12 @@ def run_pieces(
             if index in bars:
                 progress.remove_task(bars.pop(index))
 
-        def refresh() -> None:
+        def count() -> str:
             done = sum(pieces[index].num_runs for index in finished)
-            whole = f"{done} of {sum(piece.num_runs for piece in pieces)} runs"
-            progress.update(overall, completed=sum(shares.values()), description=whole)
+            return f"{done} of {sum(piece.num_runs for piece in pieces)} runs"
+
+        def refresh() -> None:
+            progress.update(overall, completed=sum(shares.values()), description=count())
 
         finished: list[int] = []
         elsewhere: list[str] = []

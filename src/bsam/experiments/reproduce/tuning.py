@@ -16,16 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from bsam.experiments.choices import DtypeName
 from bsam.experiments.config import FIELDS, Config, from_mapping, toml_value
+from bsam.experiments.data.table import DATASETS
 from bsam.experiments.demo import grid_of
 from bsam.experiments.evaluate import evaluation_name
+from bsam.experiments.methods import make_optimizer
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import METRICS
 from bsam.experiments.record import read_json, write_json
 from bsam.experiments.reproduce.execute import execute
 from bsam.experiments.reproduce.plan import Plan, Task
 from bsam.experiments.reproduce.scales import shrunk
+from bsam.experiments.trainer import check_fits
 
 __all__ = [
     "RULE",
@@ -95,11 +100,16 @@ def read_tuning(name: str) -> Tuning:
         if content:
             raise ValueError(f"unknown key {next(iter(content))!r}: there are {', '.join(fields)}.")
         lists = {key: tuple(fields[key]) for key in ("grid", "temperatures")}
+        for name, values in (pair for part in lists["grid"] for pair in part.items()):
+            if not isinstance(values, list):
+                raise ValueError(f"{name}={toml_value(values)} must be a list, like [{toml_value(values)}].")
         tuning = Tuning(path.stem.removeprefix("tuning_"), **{**fields, **lists})
         if tuning.validation < 1 or tuning.seeds < 1 or tuning.epochs < 1:
             raise ValueError("validation, seeds and epochs must be at least 1.")
         if not tuning.tries:
             raise ValueError("the grid is empty: write a part [[grid]] with lists of values, like lr = [0.1, 0.3].")
+        for _, config in tuning.tries:
+            _check(config)
         for temperature in tuning.temperatures:
             dataclasses.replace(tuning.tries[0][1], temperature=temperature)  # raises if it is not a temperature
     except KeyError as error:
@@ -107,6 +117,17 @@ def read_tuning(name: str) -> Tuning:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
     return tuning
+
+
+def _check(config: Config) -> None:
+    """Raise if a run with these settings could not begin; no data are read."""
+    if (info := DATASETS.get(config.dataset)) is None:
+        raise ValueError(f"there is no data set {config.dataset!r}. There are: {', '.join(DATASETS)}.")
+    num_train = info.num_train - config.validation
+    if num_train < 1:
+        raise ValueError(f"validation={config.validation} must be from 0 to {info.num_train - 1}.")
+    check_fits(config, num_train)
+    make_optimizer(config, nn.Linear(1, 1), num_train, seed=0)  # checks its rates
 
 
 def plan_tries(tuning: Tuning, runs: Path) -> Plan:

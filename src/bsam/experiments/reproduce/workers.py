@@ -6,7 +6,9 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -15,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -48,6 +50,13 @@ class Busy:
     """The answer of a worker if another process is working on its item."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class _Warned:
+    """A warning of a worker."""
+
+    sentence: str
 
 
 Answer = str | Busy | None
@@ -88,6 +97,7 @@ def run_all(
     attempts = dict.fromkeys(queue, 0)
     postponed: set[int] = set()
     errors: dict[int, str] = {}
+    warned: set[_Warned] = set()
     busy: dict[Connection, tuple[SpawnProcess, int]] = {}
     idle: list[tuple[Connection, SpawnProcess]] = []
 
@@ -108,7 +118,7 @@ def run_all(
                 for connection in _ready(busy):
                     process, index = busy[connection]
                     try:
-                        message: float | Answer = connection.recv()
+                        message: float | _Warned | Answer = connection.recv()
                     except (EOFError, OSError):  # the process died
                         del busy[connection]
                         process.join()
@@ -117,6 +127,11 @@ def run_all(
                         else:
                             status = f"with exit status {process.exitcode}"
                             end(index, f"given up: its worker died {attempts[index]} times, {status}")
+                        continue
+                    if isinstance(message, _Warned):  # all workers may have the same to say
+                        if message not in warned:
+                            print(f"bsam: {message.sentence}", file=sys.stderr)
+                        warned.add(message)
                         continue
                     if isinstance(message, float):
                         on_progress(index, message)
@@ -182,6 +197,11 @@ def _serve(connection: Connection, work: Work[Item], threads: int | None) -> Non
         os.setpgrp()  # Ctrl-C goes to the parent only, which then stops each worker once
     if threads is not None:
         torch.set_num_threads(threads)
+
+    def send(message: Warning | str, *origin: Any, **options: Any) -> None:
+        connection.send(_Warned(" ".join(str(message).split())))
+
+    warnings.showwarning = send
     while True:
         try:
             item = connection.recv()
