@@ -215,12 +215,6 @@ def test_devices():
 # ---------------------------------------------------------------- in a process of its own
 
 
-def set_options(*changes):
-    """The options of these changes; the last change of a setting counts, because the command takes one."""
-    last = {change.partition("=")[0]: change for change in changes}
-    return [word for change in last.values() for word in ("--set", change)]
-
-
 @pytest.mark.parametrize(
     ("method", "number"), [("bsam", signal.SIGKILL), ("swag", signal.SIGTERM), ("sam-adam", signal.SIGINT)]
 )
@@ -228,7 +222,7 @@ def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(method, num
     # Two seconds of work, so that three kills find it at it; SWAG's steps are plain SGD's and take the least time.
     epochs = ["epochs=60", "swag_epochs=20"] if method == "swag" else ["epochs=8"]
     augmented = f"augment={'false' if method == 'swag' else 'true'}"
-    changes = set_options(*SHORT[method], *epochs, "batch_size=20", augmented)
+    changes = [f for c in [*SHORT[method], *epochs, "batch_size=20", augmented] for f in ("--set", c)]
     options = ["--save-minutes", "0.001", "--device", "cpu"]
     undisturbed = bsam_command("train", f"digits/{method}", "--out", tmp_path / "whole", *changes, *options)
     rng = random.Random(0)
@@ -481,7 +475,7 @@ def test_a_checkpoint_of_an_impossible_epoch_is_refused(tmp_path, place, message
 
 def test_a_kill_while_the_settings_are_written_leaves_the_folder_free(tmp_path, bsam_command):
     """At each of the first calls that put a file on the disk; then the same command runs, and so does --resume."""
-    changes = set_options(*SHORT["sgd"], "epochs=1")
+    changes = [f for c in [*SHORT["sgd"], "epochs=1"] for f in ("--set", c)]
     arguments = ["train", "digits/sgd", "--out", tmp_path, *changes, "--device", "cpu"]
     folder = tmp_path / "seed0"
     process = bsam_command(*arguments, before="import os; os.fsync = lambda descriptor: os._exit(9)")
