@@ -40,8 +40,6 @@ def test_resume_takes_no_settings_and_devices_must_exist(tmp_path):
         (["train", "--resume", str(tmp_path), "--epochs", "3"], "leave out --out, --epochs"),
         (["train", "digits/sgd", "--device", "cuda:7", "--out", str(tmp_path)], "no such device"),
         (["train"], "give either a preset"),
-        (["train", "digits/sgd", "--set", "lr=0.1", "--set", "lr=0.2"], "lr is set twice: write it once"),
-        (["train", "digits/sgd", "--set", "epochs=3", "--epochs", "2"], "epochs is set twice"),
         (["evaluate", str(tmp_path), "--device", "meta"], "--device meta: write cpu, cuda or cuda:0"),
         (["evaluate", str(tmp_path), "--samples", "a"], "must be whole numbers"),
         (["evaluate", str(tmp_path), "--samples", "0,-1"], "must be whole numbers"),

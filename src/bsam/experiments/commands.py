@@ -184,9 +184,6 @@ def train(
         return
     assert name is not None
     changes = [*(change or []), *([f"epochs={epochs}"] if epochs else [])]
-    names = [each.partition("=")[0].strip() for each in changes]
-    if twice := [each for each in names if names.count(each) > 1]:
-        raise ValueError(f"{twice[0]} is set twice: write it once.")
     config = override(from_file(Path(name)) if _is_file(name) else preset(name), changes)
     folder = out or Path("runs") / (Path(name).stem if _is_file(name) else name)
     runs = [Run(folder / f"seed{seed}", config, seed, name) for seed in range(first_seed, first_seed + seeds)]

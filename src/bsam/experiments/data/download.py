@@ -60,7 +60,6 @@ def _download(url: str, path: Path, md5: str) -> None:
     import requests
 
     pooch.get_logger().setLevel("WARNING")  # the progress bar is enough
-    made = [folder for folder in path.parents if not folder.exists()]
     try:
         store = pooch.create(
             path.parent, base_url="", registry={path.name: f"md5:{md5}"}, urls={path.name: url}, retry_if_failed=RETRIES
@@ -76,10 +75,6 @@ def _download(url: str, path: Path, md5: str) -> None:
         raise ValueError(_advice(path, url, f"what arrived does not have the md5 {md5}")) from error
     except OSError as error:
         raise OSError(_advice(path, url, str(error))) from error
-    finally:
-        for folder in made:  # pooch makes them before anything has arrived
-            with contextlib.suppress(OSError):  # something is in it
-                folder.rmdir()
     with contextlib.suppress(PermissionError):  # the file belongs to another user
         path.chmod(0o644)  # pooch leaves a file that only its owner may read
 
