@@ -1,6 +1,7 @@
 """An optimizer warns of itself once, and asking it changes nothing."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -57,6 +58,20 @@ def test_a_compiled_step_warns_too():
     assert given[0].filename == __file__
     for _ in range(91):
         step(x, y)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loop_and_a_compiled_step_count_the_examples_of_a_step(compiled):
+    model, x, y = nn.Linear(20, 30), torch.randn(60, 20), torch.randint(30, (60,))
+    optimizer = bsam.BSAM(model.parameters(), num_data=12, splits=2, module=model)
+
+    def loss_fn(x, y):
+        return nn.functional.cross_entropy(model(x), y)
+
+    step = bsam.TrainStep(optimizer, loss_fn, (x, y), compile=False) if compiled else None
+    for k in range(10):
+        with pytest.warns(UserWarning, match="num_data=12, and a step has seen 60") if k == 9 else nullcontext():
+            optimizer.step(loss_fn, x, y) if step is None else step(x, y)
 
 
 def test_sam_warns_of_its_steps():

@@ -78,7 +78,7 @@ class Plain:
     def _note_start(self) -> None:
         pass
 
-    def _count_step(self) -> None:
+    def _count_step(self, examples: float) -> None:
         pass  # torch says nothing of its steps
 
     def _warn_of_unseen(self, slots: list[Slot]) -> None:

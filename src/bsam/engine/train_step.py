@@ -223,7 +223,8 @@ class TrainStep:
         if _signature(stacked) != self._shapes or self._present_flags() != self._flags:
             return self._loop(stacked)
         self._adopt()
-        self._fill(_tensors(stacked))
+        tensors = _tensors(stacked)
+        self._fill(tensors)
         self._send_rates()
         self._whole()
         if self._base_steps is not None:
@@ -233,7 +234,7 @@ class TrainStep:
         if self._watch is not None:
             self._watch.look(self._skipped)
         for method in self._methods:
-            method._count_step()
+            method._count_step(tensors[0].shape[1])
         return self._losses.clone() if self._stacked else self._losses[0].clone()
 
     def check(self) -> None:

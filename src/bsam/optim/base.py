@@ -89,7 +89,6 @@ class ProbingOptimizer(DiagnosingOptimizer):
         self._away: str | None = None  # why the weights are not at their mean now
         self._pending: Pending | None = None  # the probes since the last step
         self._skipped: Tensor | None = None
-        self._most_examples = 0.0  # in a step of this object
 
     # ------------------------------------------------------------------ the method, given by a subclass
 
@@ -258,12 +257,11 @@ class ProbingOptimizer(DiagnosingOptimizer):
             self._move(stepped, averages, accept)
 
         self._pending = None
-        self._most_examples = max(self._most_examples, weight)
         if accept is not None:
             self._count_skipped((~accept).long())
         note_as_left(slot.parameter.grad for slot in stepped)
         self._warn_of_unseen(slots)
-        self._count_step()
+        self._count_step(weight)
         return losses[0]
 
     def _prepare(self, closure: LossFunction, batch: tuple[Any, ...]) -> tuple[list[Slot], Parts]:

@@ -36,6 +36,7 @@ class DiagnosingOptimizer(SlottedOptimizer):
         self._num_steps = 0  # since this object was made
         self._start: dict[Tensor, Tensor] = {}  # the norm of each parameter before the first of them
         self._pace: Finding | None = None  # of the first steps
+        self._most_examples = 0.0  # in a step
 
     def _sizes(self, slot: Slot) -> dict[str, Tensor]:
         """Return what is added to the weights of a slot, as far as the state tells, under names of `SIZE_RULES`."""
@@ -88,9 +89,10 @@ class DiagnosingOptimizer(SlottedOptimizer):
             norms = [shards.local(p).norm(dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
             self._start = dict(zip(trained, shards.whole_norms(norms, trained), strict=True))
 
-    def _count_step(self) -> None:
-        """Count a step. After some of them, look at the ratios, and warn once if one is bad."""
+    def _count_step(self, examples: float) -> None:
+        """Count a step over some examples. After some steps, look at the ratios, and warn once if one is bad."""
         self._num_steps += 1
+        self._most_examples = max(self._most_examples, examples)
         if self._num_steps in CHECKED_AT and "ratios" not in self._warned:
             slots = self._measured_slots()
             many = sum(slot.parameter.numel() for slot in slots) >= FEWEST_WEIGHTS
