@@ -22,7 +22,7 @@ _TAG = re.compile(r"<annotation.*?</annotation>|<[^>]*>", re.DOTALL)
 _NO_TEXT = re.compile(r"(<(pre|code|math|script)\b.*?</\2>|<[^>]*>)", re.DOTALL)
 _MINUS = re.compile(r"(?<![\w.)\]&;-])-(?=\d|inf\b)|(?<=\d )-(?= )|^-$")
 _TOGETHER = re.compile(
-    r" (?=[↑↓×·]|/ \d)|(?<=[±×−]) |(?<=&[gl]t;) (?=\d)|(?<=\d) (?=(?:[mµ]?s|[KMGT]B|of(?= \d))\b)|(?<=\d of) (?=\d)"
+    r" (?=[↑↓×·−]|/ \d)|(?<=[±×−]) |(?<=&[gl]t;) (?=\d)|(?<=\d) (?=(?:[mµ]?s|[KMGT]B|of(?= \d))\b)|(?<=\d of) (?=\d)"
 )
 _LETTER = re.compile(r"(?<![\w-])(?:[^\W\d_]-\w+|\w+-[^\W\d_])(?![\w-])")
 _NTH = re.compile(r'<code class="joined">[^<]*</code>-th\b')
