@@ -152,3 +152,14 @@ def test_the_search_finds_a_page_without_a_server(site, browser):
         assert "theory.html" in " ".join(
             link.get_attribute("href") for link in window.query_selector_all(".md-search-result__link")
         )
+
+
+def test_the_page_to_explore_is_whole_in_its_frame_and_has_one_heading(site, browser):
+    """Opened as a file, where a page may not look into its frame."""
+    with opened(browser, site / "explore.html") as window:
+        inside = window.frame_locator("article iframe")
+        inside.locator("html.framed").wait_for()
+        window.wait_for_function("document.querySelector('article iframe').style.height.endsWith('px')")
+        needs = inside.locator("html").evaluate("(root) => root.getBoundingClientRect().height")
+        assert needs <= window.locator("article iframe").bounding_box()["height"] - 2 < needs + 1.5
+        assert not inside.locator("h1").is_visible()

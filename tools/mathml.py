@@ -19,7 +19,9 @@ __all__ = ["mathml", "on_page_content"]
 _NAMESPACE = "{http://www.w3.org/1998/Math/MathML}"
 ElementTree.register_namespace("", _NAMESPACE[1:-1])
 _FOUND = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
-_JOINED = re.compile(r"""(\(?)(<math[^>]*display="inline"(?:(?!</math>).)*</math>)([.,;:!?)]*)""", re.DOTALL)
+_JOINED = re.compile(
+    r"""(\(?)(<math[^>]*display="inline"(?:(?!</math>).)*</math>)((?:-th\b|%)?[.,;:!?)]*)""", re.DOTALL
+)
 _MATH = re.compile(r"<math.*?</math>", re.DOTALL)
 _TAG = re.compile(r"\\tag\{([^{}]*)\}")
 _TOKEN = r"<m[ino][^>]*>[^<]*</m[ino]>"
@@ -99,6 +101,6 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def _join(match: re.Match[str]) -> str:
-    """Keep a formula on one line with the brackets and punctuation marks around it."""
+    """Keep a formula on one line with the brackets and punctuation marks around it, with % and -th."""
     before, _, after = match.groups()
     return f'<span class="joined">{match.group()}</span>' if before or after else match.group()

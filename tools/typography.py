@@ -1,8 +1,8 @@
 """Where a line of the documentation may break, and which signs it has: a hook of MkDocs.
 
 Short code stays on its line, and long code breaks after the signs between its words. A number stays with its unit and
-its sign, and the hyphen before it becomes a minus sign. Cells of several words are marked, so that they are not made
-as narrow as a word: the table scrolls instead.
+its sign, and the hyphen before it becomes a minus sign. A word does not break beside a single letter: k-th. Cells of
+several words are marked, so that they are not made as narrow as a word: the table scrolls instead.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ _CELL = re.compile(r"<td>(?=(.*?)</td>)", re.DOTALL)
 _LONG = 20  # characters of a line of a cell
 _TAG = re.compile(r"<annotation.*?</annotation>|<[^>]*>", re.DOTALL)
 _NO_TEXT = re.compile(r"(<(pre|code|math|script)\b.*?</\2>|<[^>]*>)", re.DOTALL)
-_MINUS = re.compile(r"(?<![\w.)\]&;-])-(?=\d)|^-$")
-_TOGETHER = re.compile(r" (?=[↑↓×]|/ \d)|(?<=[±×]) |(?<=\d) (?=(?:[mµ]?s|[KMGT]B|of(?= \d))\b)|(?<=\d of) (?=\d)")
+_MINUS = re.compile(r"(?<![\w.)\]&;-])-(?=\d|inf\b)|(?<=\d )-(?= )|^-$")
+_TOGETHER = re.compile(
+    r" (?=[↑↓×·−]|/ \d)|(?<=[±×−]) |(?<=&[gl]t;) (?=\d)|(?<=\d) (?=(?:[mµ]?s|[KMGT]B|of(?= \d))\b)|(?<=\d of) (?=\d)"
+)
+_LETTER = re.compile(r"(?<![\w-])(?:[^\W\d_]-\w+|\w+-[^\W\d_])(?![\w-])")
+_NTH = re.compile(r'<code class="joined">[^<]*</code>-th\b')
 
 
 def on_page_content(html: str, **_: Any) -> str:
     """Set the code and the numbers of a page."""
     html = re.sub(r"(?<=</code>)\s+\)", ")", html)  # as mkdocstrings closes the default of an argument
-    parts = _NO_TEXT.split(_CODE.sub(_set_code, _CELL.sub(_mark, html)))
-    parts[::3] = (_TOGETHER.sub("\u00a0", _MINUS.sub(_minus, text)) for text in parts[::3])
+    parts = _NO_TEXT.split(_NTH.sub(_join, _CODE.sub(_set_code, _CELL.sub(_mark, html))))
+    parts[::3] = (_LETTER.sub(_join, _TOGETHER.sub("\u00a0", _MINUS.sub(_minus, text))) for text in parts[::3])
     del parts[2::3]  # the names of elements
     return "".join(parts)
 
@@ -44,6 +48,10 @@ def _set_code(match: re.Match[str]) -> str:
         return f'<code class="joined">{code}</code>'
     code = _OPTION.sub(r'<span class="joined">\g<0></span>', _BETWEEN_WORDS.sub("<wbr>", code))
     return f"<code>{code}</code>"
+
+
+def _join(match: re.Match[str]) -> str:
+    return f'<span class="joined">{match.group()}</span>'
 
 
 def _minus(match: re.Match[str]) -> str:

@@ -99,7 +99,9 @@ def _lines(
             found = [values(each) for each in row.suites]
             y = [statistics.fmean(column) for column in zip(*found, strict=True)]
             style = {"": "-", "2": "--"}.get(size, ":")
-            axes.plot(x, y, style, color=colour, linewidth=2 if method == _OURS else 1.2, label=row.label)
+            axes.plot(
+                x, y, style, color=colour, linewidth=2 if method == _OURS or style == ":" else 1.2, label=row.label
+            )
         axes.set(xlabel=axis_names[0], ylabel=axis_names[1])
         if len(x) == len(STRENGTHS):
             axes.set_xticks(x)

@@ -115,5 +115,11 @@ for (const id of ["objectives", "envelope"]) {
   svg.addEventListener("pointerdown", (event) => { svg.setPointerCapture(event.pointerId); move(event); });
   svg.addEventListener("pointermove", (event) => { if (svg.hasPointerCapture(event.pointerId)) move(event); });
 }
+// In a frame, the page around it has the heading. It is told the height, because a page that is opened as a file may not look it up.
+if (window.parent !== window) {
+  const root = document.documentElement;
+  root.classList.add("framed");
+  new ResizeObserver(() => window.parent.postMessage({ height: root.getBoundingClientRect().height }, "*")).observe(root);
+}
 new ResizeObserver(draw).observe(find("objectives"));
 draw();
