@@ -261,7 +261,7 @@ class ProbingOptimizer(DiagnosingOptimizer):
             self._count_skipped((~accept).long())
         note_as_left(slot.parameter.grad for slot in stepped)
         self._warn_of_unseen(slots)
-        self._count_step(weight)
+        self._count_step(weight * self._num_ranks())
         return losses[0]
 
     def _prepare(self, closure: LossFunction, batch: tuple[Any, ...]) -> tuple[list[Slot], Parts]:

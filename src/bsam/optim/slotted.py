@@ -101,6 +101,13 @@ class SlottedOptimizer(SplittingOptimizer):
 
     # ------------------------------------------------------------------ the ranks
 
+    def _num_ranks(self) -> int:
+        """Return how many ranks share a step."""
+        if self.process_group is not None:
+            return dist.get_world_size(self.process_group)
+        found = shards.position(self._trained()) if self._sharded else None
+        return 1 if found is None else found[1]
+
     def _synchronise(self) -> None:
         """Start every rank from the weights and buffers of rank 0."""
         assert self.process_group is not None
