@@ -36,7 +36,7 @@ def test_blocks_of_code_are_left_alone(code):
         ("-0.5 and (-2), +-1", "−0.5 and (−2), +−1"),
         ("CIFAR-10, 1e-3, 2-24-1, --1", None),
         ("<td>-</td><td>-<br>-0.1</td>", "<td>–</td><td>–<br>−0.1</td>"),
-        ("inf; -inf if std &gt; 0, 1 - <b>x</b>", "inf; −inf if std &gt;~0, 1~−~<b>x</b>"),
+        ("inf; -inf if std &gt; 0, 1 - <b>x</b>", "inf;~−inf if std &gt;~0, 1~−~<b>x</b>"),
         ("ECE ↓", "ECE~↓"),
         ("<a>Tutorial</a> · <a>Demo</a>", "<a>Tutorial</a>~· <a>Demo</a>"),
         ("the k-th, Ctrl-C", 'the <span class="joined">k-th</span>, <span class="joined">Ctrl-C</span>'),
