@@ -13,6 +13,7 @@ from bsam.experiments import stacks
 from bsam.experiments.commands import app
 from bsam.experiments.data import load
 from bsam.experiments.record import read_json
+from bsam.experiments.reproduce import search as search_module
 from bsam.experiments.reproduce.search import Search, _tries, collect_search, propose, validation_nll, work_on_try
 from bsam.experiments.reproduce.tuning import collect_tries, execute_tries, plan_tries, read_tuning
 from bsam.experiments.runs import RunBusyError
@@ -127,6 +128,22 @@ def test_what_a_killed_process_leaves_is_completed_first(tmp_path):
     work(search)
     assert [trial.number for trial in search.tried("COMPLETE")] == [0, 2]
     assert len(_tries(study, "FAIL", "RUNNING")) == 0
+
+
+def test_a_worker_goes_on_if_another_tells_the_result_of_its_try_first(tmp_path, monkeypatch):
+    """A try ends between the moment when a worker sees it run and the moment when it gets hold of it."""
+    search = make_search(tmp_path, 2)
+    study = search.study()
+    first = search.ask(study)
+
+    def told_by_another(*arguments):
+        monkeypatch.undo()
+        assert search.tell(search.study(), first.number, 1.0)
+        return collect_tries(*arguments)
+
+    monkeypatch.setattr(search_module, "collect_tries", told_by_another)
+    work(search)
+    assert [(trial.number, trial.value == 1.0) for trial in search.tried("COMPLETE")] == [(0, True), (1, False)]
 
 
 def test_the_command_with_two_workers_makes_as_many_tries_as_asked(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,11 +99,15 @@ class Search:
         """Return the tries in these states; without a study there are none."""
         return _tries(self.study(), *states) if self.journal.exists() else []
 
+    def locked(self) -> AbstractContextManager[None]:
+        """Let one process at a time look at the study and change it."""
+        return locked(self.folder / ".search.lock")
+
     def ask(self, study: optuna.Study) -> optuna.trial.FrozenTrial | None:
         """Let Optuna propose a try, or return None if there are enough. One process asks at a time."""
         import optuna
 
-        with locked(self.folder / ".search.lock"):
+        with self.locked():
             trials = study.get_trials()
             for trial in trials:
                 if trial.state.name == "RUNNING" and "settings" not in trial.user_attrs:  # its process died here
@@ -116,6 +121,19 @@ class Search:
             asked = study.ask()
             asked.set_user_attr("settings", propose(asked, [part for part in self.tuning.grid if all(part.values())]))
             return study.get_trials()[asked.number]
+
+    def tell(self, study: optuna.Study, number: int, nll: float) -> bool:
+        """Tell Optuna the NLL of a try, infinite if it was pruned; return False if another process has told it."""
+        import optuna
+
+        result: dict[str, Any] = {"values": nll}
+        if not math.isfinite(nll):
+            result = {"state": optuna.trial.TrialState.PRUNED}
+        with self.locked():
+            if study.get_trials()[number].state.is_finished():
+                return False
+            study.tell(number, **result)
+            return True
 
     def alone(self, trial: optuna.trial.FrozenTrial) -> Tuning:
         """Return the grid of one try."""
@@ -158,11 +176,10 @@ def work_on_try(slot: int, report: Callable[[float], None], *, search: Search, s
     study, busy = search.study(), None
     for trial in _candidates(search, study):
         try:
-            _complete(search, study, trial, report, stacked, options)
+            if _complete(search, study, trial, report, stacked, options):
+                return
         except RunBusyError as error:
             busy = error
-            continue
-        return
     if busy is not None:
         raise busy
 
@@ -181,8 +198,8 @@ def _complete(
     report: Callable[[float], None],
     stacked: bool,
     options: dict[str, Any],
-) -> None:
-    """Train and rate a try, as far as this is not done, and tell Optuna the result."""
+) -> bool:
+    """Train and rate a try, as far as this is not done; return whether this process told Optuna the result."""
     import optuna
 
     tuning = search.alone(frozen)
@@ -204,10 +221,7 @@ def _complete(
                 write_json(task.folder / "pruned.json", {"pruned": {"epochs": pruned.epochs, "nll": pruned.nll}})
             break
     (tried,) = collect_tries(tuning, search.runs, "")["tries"]
-    if math.isfinite(tried["nll"]):
-        study.tell(frozen.number, tried["nll"], skip_if_finished=True)
-    else:
-        study.tell(frozen.number, state=optuna.trial.TrialState.PRUNED, skip_if_finished=True)
+    return search.tell(study, frozen.number, tried["nll"])
 
 
 def _no_watch(stack: Stack) -> None:
