@@ -750,6 +750,26 @@ def test_from_sgd_has_the_defaults_and_the_momentum():
         bsam.BSAM.from_sgd([parameter], 0, num_data=1000)
 
 
+def test_a_conversion_reads_sgd_as_torch_does():
+    parameter = nn.Parameter(torch.ones(2))
+    (line,) = torch.optim.SGD([parameter]).param_groups
+    (found,) = bsam.BSAM.from_sgd([parameter], line["lr"], num_data=1000).param_groups
+    assert found["betas"][0] == line["momentum"] == bsam.suggest(sgd={}, num_data=1000).settings["betas"][0]
+    with pytest.raises(TypeError, match="params argument"):
+        bsam.BSAM.from_sgd(parameter, 0.1, num_data=1000)
+
+
+@pytest.mark.parametrize("convert", [bsam.BSAM.from_sgd, bsam.BSAM.from_adamw])
+def test_a_conversion_takes_no_prior(convert):
+    parameter = nn.Parameter(torch.ones(2))
+    for params, further in (
+        ([{"params": [parameter], "prior_precision": 7.0}], {}),
+        ([parameter], {"prior_precision": 7.0}),
+    ):
+        with pytest.raises(ValueError, match="the conversion sets it"):
+            convert(params, 0.1, num_data=100, **further)
+
+
 def test_from_sgd_converts_the_rates_of_groups():
     first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
     groups = [{"params": [first], "lr": 0.01, "weight_decay": 0.0}, {"params": [second]}]

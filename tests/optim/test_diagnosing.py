@@ -113,7 +113,25 @@ def test_layers_that_start_at_zero_do_not_count():
     assert "2.weight" not in found.sentence
     nn.init.zeros_(model[0].weight)
     blank = bsam.BSAM([model[0].weight], lr=0.1, num_data=50_000)
-    assert names(blank.diagnose()) == ["weight decay", "start", "prior share", "factor"]
+    assert names(blank.diagnose()) == ["weight decay", "start", "factor"]
+
+
+@pytest.mark.parametrize("num_data", [60, 600])
+def test_before_the_first_step_only_the_start_is_known(num_data):
+    optimizer = bsam.BSAM(nn.Linear(20, 30).parameters(), num_data=num_data)
+    diagnosed = optimizer.diagnose()
+    assert names(diagnosed) == ["step", "noise", "weight decay", "start", "factor"]
+    assert names(diagnosed.problems) == ["start"]
+
+
+def test_skipped_steps_are_heard():
+    model, x, y = nn.Linear(20, 30), torch.randn(12, 20), torch.randint(30, (12,))
+    optimizer = bsam.BSAM(model.parameters(), num_data=12, nonfinite="skip")
+    for scale in (1.0, float("nan"), float("nan")):
+        optimizer.step(lambda x, y, scale=scale: scale * nn.functional.cross_entropy(model(x), y), x, y)
+    finding = optimizer.diagnose()["skipped"]
+    assert finding.is_bad
+    assert finding.sentence.startswith("2 of 3 steps were skipped, because a loss or a gradient was not finite.")
 
 
 # ------------------------------------------------------------------ what is given back
@@ -134,6 +152,18 @@ def test_asking_changes_nothing():
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     with optimizer.sampled(), pytest.raises(RuntimeError, match="cannot diagnose the optimizer inside sampled"):
         optimizer.diagnose()
+
+
+def test_without_the_module_running_statistics_are_not_put_back():
+    """As `diagnose` says: an optimizer cannot restore buffers that it does not know."""
+    model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Linear(30, 3))
+    optimizer = bsam.BSAM(model.parameters(), num_data=1000)
+    x, y = torch.randn(32, 20), torch.randint(3, (32,))
+    weights, mean = copy.deepcopy(dict(model.named_parameters())), model[1].running_mean.clone()
+    optimizer.diagnose(None, lambda x, y: nn.functional.cross_entropy(model(x), y), (x, y))
+    torch.testing.assert_close(dict(model.named_parameters()), weights, rtol=0, atol=0)
+    assert not torch.equal(model[1].running_mean, mean)
+    assert "only put back if the optimizer has `module=`" in " ".join(optimizer.diagnose.__doc__.split())
 
 
 def test_it_reads_as_sentences():

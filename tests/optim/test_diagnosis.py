@@ -1,5 +1,6 @@
 """Every rule hears of a small run that is broken by a factor of 100, and none speaks in the settings that work."""
 
+import functools
 import warnings
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from torch import nn
 
 import bsam
 from bsam.experiments.data import load
+from bsam.experiments.data.embedded import digits
 from bsam.experiments.data.table import DATASETS
 from bsam.experiments.demo import load_demo
 from bsam.experiments.methods import make_optimizer
@@ -166,13 +168,51 @@ def test_num_data_100_times_too_large_is_heard():
         assert "600 examples" in finding.sentence
 
 
-@pytest.mark.parametrize("config", [DIGITS["bsam"], DEMO.moons["bsam"]], ids=["digits", "moons"])
-def test_rho_100_times_too_large_is_heard(config):
+def test_rho_100_times_too_large_is_heard():
+    config = DEMO.moons["bsam"]
     trainer, given = trained(replace(config, rho=100 * config.rho), 14)
     assert len(given) == 1
     assert "after 10 steps" in given[0]
     assert "lower rho" in given[0]
     assert "perturbation" in problems(trainer)
+
+
+def trained_by_default(steps, *, scale=1.0, reduction="mean", **settings):
+    """README's problem with bSAM's defaults but for some settings: the problems that are found, and the warnings."""
+    torch.manual_seed(0)
+    (x, y), _ = digits(600)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = bsam.BSAM(model.parameters(), num_data=len(x), module=model, **settings)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        cross_entropy = functools.partial(nn.functional.cross_entropy, reduction=reduction)
+        for _ in range(steps):
+            part = torch.randint(len(x), (50,))
+            optimizer.step(lambda x, y: cross_entropy(model(scale * x), y), x[part], y[part])
+    return names(optimizer.diagnose().problems), [str(each.message) for each in given]
+
+
+def test_nothing_is_said_of_the_defaults():
+    assert trained_by_default(100) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("broken", "advice"),
+    [
+        ({"lr": 100.0}, "lower lr"),
+        ({"lr": 0.01}, "raise lr"),
+        ({"rho": 5.0}, "lower rho"),
+        ({"init_precision": 0.01}, "lower lr"),
+        ({"scale": 255.0}, "are the inputs standardised"),
+        ({"reduction": "sum"}, "return a mean"),
+    ],
+    ids=str,
+)
+def test_what_is_100_times_off_the_defaults_is_heard_after_ten_steps(broken, advice):
+    _, given = trained_by_default(12, **broken)
+    assert len(given) == 1
+    assert given[0].startswith("after 10 steps")
+    assert advice in given[0]
 
 
 def test_the_perturbation_is_estimated_well():
@@ -198,7 +238,7 @@ def test_the_perturbation_is_estimated_well():
 def test_a_damping_100_times_too_large_is_heard():
     config = DIGITS["vogn"]
     trainer, _ = trained(replace(config, damping=100 * config.damping), 50)
-    assert problems(trainer) == ["start", "prior share"]
+    assert problems(trainer) == ["pace", "start", "prior share"]
 
 
 def test_a_prior_100_times_too_strong_is_heard():
@@ -226,7 +266,7 @@ def test_a_posterior_that_forgets_what_the_mean_knows_is_heard():
 
 
 def test_numbers_that_are_none_are_bad():
-    assert diagnosis.growth(float("nan")).is_bad
+    assert diagnosis.growth(float("nan"), 100).is_bad
     assert diagnosis.ratio({}) is None
     assert diagnosis.ratio({"a": (1.0, 0.0)}) is None
     found = diagnosis.ratio({"a": (3.0, 1.0), "b": (4.0, 0.0)})
@@ -252,3 +292,23 @@ def test_a_step_with_more_examples_than_num_data_is_heard():
     finding = optimizer.diagnose()["batch"]
     assert finding.value == 5
     assert "num_data=12, and a step has seen 60 examples" in finding.sentence
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from range(600)
+
+
+def test_a_loader_counts_what_it_draws_from():
+    optimizer = bsam.BSAM(nn.Linear(20, 3).parameters(), num_data=100)
+    data = torch.utils.data
+    part = data.DataLoader(range(6000), sampler=data.SubsetRandomSampler(range(100)))
+    two_ranks = data.DataLoader(range(100), sampler=data.DistributedSampler(range(100), num_replicas=2, rank=0))
+    for loader in (part, two_ranks, data.DataLoader(range(100), batch_size=7, drop_last=True)):
+        assert optimizer.diagnose(loader)["num_data"].value == 1
+    for unknown, text in (
+        (data.DataLoader(Stream()), "a Stream and has no length: write range"),
+        ([torch.zeros(100, 2), torch.zeros(100)], "a list of tensors: write a tuple"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            optimizer.diagnose(unknown)

@@ -236,7 +236,7 @@ class BSAM(GaussianOptimizer):
         cls,
         params: Any,
         lr: float,
-        momentum: float = 0.9,
+        momentum: float = 0.0,
         weight_decay: float = 0.0,
         *,
         num_data: float,
@@ -253,7 +253,8 @@ class BSAM(GaussianOptimizer):
         other options are bSAM's defaults.
 
         Args:
-            params: Parameters, named parameters, or groups of them. `lr` and `weight_decay` of a group are SGD's.
+            params: Parameters, named parameters, or groups of them. `lr` and `weight_decay` of a group are SGD's; a
+                group that is added later has bSAM's.
             lr: Learning rate of SGD. Only the rates of groups are compared with it.
             momentum: Momentum of SGD.
             weight_decay: Weight decay of SGD. Only whether it is 0 is used.
@@ -265,9 +266,7 @@ class BSAM(GaussianOptimizer):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum={momentum} must lie in [0, 1), as SGD has it.")
         settings = {"betas": (momentum, 0.99), "weight_decay": weight_decay}
-        optimizer = cls(params, lr, num_data=num_data, **{**settings, **further})
-        optimizer._convert(lambda rate: rate / lr)
-        return optimizer
+        return cls._converted(params, lr, num_data, {**settings, **further}, lambda rate: rate / lr)
 
     @classmethod
     def from_adamw(
@@ -295,7 +294,8 @@ class BSAM(GaussianOptimizer):
         $\beta_2$ and all other options are bSAM's defaults, because AdamW's $\beta_2$ is the memory of another average.
 
         Args:
-            params: Parameters, named parameters, or groups of them. `lr` and `weight_decay` of a group are AdamW's.
+            params: Parameters, named parameters, or groups of them. `lr` and `weight_decay` of a group are AdamW's; a
+                group that is added later has bSAM's.
             lr: Learning rate of AdamW.
             betas: Decays of AdamW's averages. The second is not used.
             weight_decay: Weight decay of AdamW. Only whether it is 0 is used.
@@ -304,16 +304,25 @@ class BSAM(GaussianOptimizer):
                 with the other settings that `bsam.suggest` prints.
         """
         settings = {"betas": (betas[0], 0.99), "weight_decay": weight_decay}
-        optimizer = cls(params, lr, num_data=num_data, **{**settings, **further})
-        optimizer._convert(lambda rate: (rate / 1e-3) ** 0.25)
-        return optimizer
+        return cls._converted(params, lr, num_data, {**settings, **further}, lambda rate: (rate / 1e-3) ** 0.25)
 
-    def _convert(self, rate: Callable[[Any], Any]) -> None:
-        """Convert the learning rate of every group, and give the groups that have a prior the default one."""
-        prior = _WEIGHT_DECAY * self.effective_num_data
-        for group in (self.defaults, *self.param_groups):
+    @classmethod
+    def _converted(
+        cls, params: Any, lr: Any, num_data: float, settings: dict[str, Any], rate: Callable[[Any], Any]
+    ) -> BSAM:
+        """Make a bSAM with converted learning rates, and the default prior for all groups that have one."""
+        params = params if isinstance(params, Tensor) else list(params)  # a single tensor is refused below
+        if any("prior_precision" in each for each in (settings, *params) if isinstance(each, dict)):
+            raise ValueError(
+                "prior_precision is not a setting of SGD or AdamW, and the conversion sets it: leave it out, and write "
+                'it into group["prior_precision"] of the converted optimizer.'
+            )
+        optimizer = cls(params, lr, num_data=num_data, **settings)
+        prior = _WEIGHT_DECAY * optimizer.effective_num_data
+        for group in (optimizer.defaults, *optimizer.param_groups):
             group["lr"] = rate(group["lr"])
             group["prior_precision"] = prior if group["prior_precision"] > 0 else 0.0
+        return optimizer
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -390,11 +399,12 @@ class BSAM(GaussianOptimizer):
         s = self._unit_precision(slot)
         left = self._share_kept(slot.group) ** slot.state["step"].clamp_min(1).double()
         h: Tensor = (s - left * slot.group["init_precision"]) / (1 - left) - self._given_precision(slot.group)
-        return h.clamp_min(0).to(s.dtype)
+        h = h.clamp_min(0) * (slot.state["step"] > 0)  # nothing is learned before the first step
+        return h.to(s.dtype)
 
     def _sizes(self, slot: Slot) -> dict[str, Tensor]:
         sizes = super()._sizes(slot)
-        if slot.group["perturb"]:
+        if slot.group["perturb"] and int(slot.state["step"]):
             s = self._unit_precision(slot)
             g = self._learned_precision(slot) / (self._curvature_num_data * s).sqrt()  # line 8, solved for |g|
             sizes["perturbation"] = perturbed(torch.zeros_like(s), g, s, slot.group["rho"])

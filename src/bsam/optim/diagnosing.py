@@ -62,7 +62,7 @@ class DiagnosingOptimizer(SlottedOptimizer):
         pairs: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in SIZE_RULES}
         for index, name, _ in sizes:
             pairs[name][names[index]] = (next(numbers), weights[index])
-        findings = [growth(grown.total)] if grown is not None and self._start else []
+        findings = [growth(grown.total, self._num_steps)] if grown is not None and self._start else []
         for name, (rule, option) in SIZE_RULES.items():
             found = ratio(pairs[name])
             if found is not None:

@@ -1,7 +1,7 @@
 """What the state of an optimizer says about its settings, in sentences with numbers.
 
 Each rule is a pure function from numbers to a `Finding`. The limits lie above what runs of the paper, of the demo and
-of small problems with the defaults showed: noise of 0.73 of the weights, steps of 0.07, adversarial steps of 0.013,
+of small problems with the defaults showed: noise of 0.73 of the weights, steps of 0.07, adversarial steps of 0.021,
 weights that double, and 99.99% of the precision from prior and damping.
 
 Ratios to the weights are of root mean squares over all weights that carry the model: tensors of two or more dimensions
@@ -35,6 +35,7 @@ __all__ = [
     "prior_share",
     "ratio",
     "sampled_loss",
+    "skipped",
     "start_left",
     "step_size",
     "weight_decay",
@@ -128,10 +129,11 @@ def _advised(finding: Finding, advice: str) -> Finding:
 # ------------------------------------------------------------------ the rules
 
 
-def growth(times: float) -> Finding:
+def growth(times: float, steps: int) -> Finding:
     """Judge how much the weights have grown: steps that are too large make weights beside which they look small."""
     sentence = f"The weights are {times:.3g} times as large as before this optimizer's first step."
-    return _advised(Finding("growth", times, 10.0, sentence), "The steps were far too large: lower lr.")
+    limit = 3.0 if steps <= CHECKED_AT[0] else 10.0
+    return _advised(Finding("growth", times, limit, sentence), "The steps were far too large: lower lr.")
 
 
 def step_size(found: Ratio, lr: Sequence[float]) -> Finding:
@@ -148,7 +150,7 @@ def pace(step: float, lr: Sequence[float]) -> Finding:
         "Such steps hardly move the weights: raise lr. bSAM's default is 1; Adam's rates are about 1,000 times too "
         "small for it."
     )
-    return _advised(Finding("pace", 1 / step if step else math.inf, 10_000.0, sentence), advice)
+    return _advised(Finding("pace", 1 / step if step else math.inf, 5_000.0, sentence), advice)
 
 
 def noise_size(found: Ratio, num_data: Sequence[float]) -> Finding:
@@ -168,7 +170,14 @@ def perturbation_size(found: Ratio, rho: Sequence[float]) -> Finding:
         "The gradient is taken too far from the weights to say where to go. Does the loss function return a mean and "
         "not a sum, and are the inputs standardised? If so, lower rho."
     )
-    return _advised(Finding("perturbation", found.total, 0.015, sentence), advice)
+    return _advised(Finding("perturbation", found.total, 0.025, sentence), advice)
+
+
+def skipped(skipped_steps: int, steps: int) -> Finding:
+    """Judge how many steps changed nothing, because a loss or gradient was not finite."""
+    sentence = f"{skipped_steps:,} of {steps:,} steps were skipped, because a loss or a gradient was not finite."
+    advice = 'Write nonfinite="raise" to see where the first one comes from, or lower lr.'
+    return _advised(Finding("skipped", skipped_steps / steps, 0.5, sentence), advice)
 
 
 def start_left(share: float, steps: int) -> Finding:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from bsam.batches import num_examples
 from bsam.interrupts import Restored
@@ -187,12 +187,13 @@ class GaussianOptimizer(ProbingOptimizer):
         """Say what the state tells about the settings, in sentences with numbers and what to change.
 
         `print(optimizer.diagnose())` shows all findings, `optimizer.diagnose().problems` are those beyond their limits.
-        Nothing changes by asking, and one number per tensor is read from the device.
+        Weights and state do not change by asking, and one number per tensor is read from the device.
 
         Args:
             train_set: The training set, or the `DataLoader` of it, to compare its length with `num_data`. A tuple such
                 as (inputs, labels), or a dictionary, of tensors counts by their rows.
-            loss_fn: Returns the loss of `batch`: compares it at samples of the weights with that at their mean.
+            loss_fn: Returns the loss of `batch`: compares it at samples of the weights with that at their mean. It
+                moves BatchNorm's running statistics, and they are only put back if the optimizer has `module=`.
             batch: What `loss_fn` is called with.
         """
         self._refuse_if_away("diagnose the optimizer")
@@ -202,11 +203,13 @@ class GaussianOptimizer(ProbingOptimizer):
             strongest = max(float(group["prior_precision"]) for group in self.param_groups)
             findings = [*self._ratios(self._measured_slots()), diagnosis.weight_decay(strongest, N)]
             if sampled:
-                findings += [
-                    diagnosis.start_left(*self._start_left(sampled)),
-                    diagnosis.prior_share(self._prior_share(sampled)),
-                    *self._own_findings(),
-                ]
+                share, steps = self._start_left(sampled)
+                findings.append(diagnosis.start_left(share, steps))
+                if steps:  # before the first step nothing is learned
+                    findings.append(diagnosis.prior_share(self._prior_share(sampled)))
+                findings += self._own_findings()
+            if skipped := self.skipped_steps:
+                findings.append(diagnosis.skipped(skipped, self._num_steps))
             if train_set is not None:
                 findings.append(diagnosis.num_data_matches(float(self._option("num_data")), _num_examples(train_set)))
             if loss_fn is not None:
@@ -257,12 +260,22 @@ class GaussianOptimizer(ProbingOptimizer):
 
 
 def _num_examples(train_set: Sized) -> int:
-    """Return the number of examples of a data set, a loader, or tensors."""
+    """Return the number of examples of a data set, of what a loader draws from on all ranks, or of tensors."""
+    replicas = 1
     if isinstance(train_set, DataLoader):
-        train_set = train_set.dataset  # type: ignore[assignment]
+        replicas = getattr(train_set.sampler, "num_replicas", 1)
+        drawn: Any = train_set.dataset if isinstance(train_set.dataset, IterableDataset) else train_set.sampler
+        train_set = drawn
     if isinstance(train_set, tuple | Mapping):
         return num_examples(train_set)
-    return len(train_set)
+    if isinstance(train_set, list) and all(isinstance(each, Tensor) for each in train_set):
+        raise ValueError("train_set is a list of tensors: write a tuple, (inputs, labels), or range(num_examples).")
+    try:
+        return replicas * len(train_set)
+    except TypeError as error:
+        raise ValueError(
+            f"train_set is a {type(train_set).__name__} and has no length: write range(num_examples), or leave it out."
+        ) from error
 
 
 class _Sampled(Restored):
