@@ -48,6 +48,7 @@ from torch import nn
 
 import bsam
 from benchmarks import few_data, many_data, new_data, small_problems
+from benchmarks.candidates import CANDIDATES
 from benchmarks.small_problems import Data, average_loss, predict
 from bsam.experiments.record import environment, to_json, write_json
 
@@ -58,7 +59,9 @@ SETS = {
     "few-judged": few_data.JUDGED,
     "many": many_data.PROBLEMS,
     "new-judged": new_data.JUDGED,
+    "explained": {"mnist_100": new_data.JUDGED["mnist_100"]},
 }
+"""`explained`: a judged problem on which bSAM failed, to find out why. Nothing is chosen on it."""
 PROBLEMS = {name: problem for problems in SETS.values() for name, problem in problems.items()}
 SOURCE: dict[str, ModuleType] = {
     **dict.fromkeys(small_problems.PROBLEMS, small_problems),
@@ -91,10 +94,12 @@ SOURCES = ("sgd", "adamw")
 def make_optimizer(name: str, model: nn.Module, settings: dict[str, Any], *, num_data: int, seed: int) -> Any:
     """The optimizer of a model. `weight_decay_as_prior` w of one that has a prior is prior_precision = w N.
 
-    `max_curvature_data` c of bSAM makes its curvature sqrt(min(N, c) s) |g|, which was tried and rejected.
+    What was tried and rejected for bSAM: `max_curvature_data` c makes the curvature sqrt(min(N, c) s) |g|,
+    `damping_by_data` c the damping c / N, `sample_vectors` False gives biases and norms no noise, and `candidate` is a
+    name of `candidates.py`.
     """
     settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
-    parameters = model.parameters()
+    parameters: Any = model.parameters()
     if name in ("SGD", "AdamW"):
         return getattr(torch.optim, name)(parameters, **settings)
     if name == "SAM":
@@ -106,6 +111,14 @@ def make_optimizer(name: str, model: nn.Module, settings: dict[str, Any], *, num
         limit = settings.pop("max_curvature_data")
         limited = type("BSAM", (bsam.BSAM,), {"_curvature_num_data": property(lambda self: min(num_data, limit))})
         return limited(parameters, num_data=num_data, module=model, seed=seed, **settings)
+    if "damping_by_data" in settings:
+        settings["damping"] = settings.pop("damping_by_data") / num_data
+    if not settings.pop("sample_vectors", True):
+        vectors = [p for p in model.parameters() if p.dim() < 2]
+        parameters = [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": vectors, "sample": False}]
+    if "candidate" in settings:
+        changed = CANDIDATES[settings.pop("candidate")]
+        return changed(parameters, num_data=num_data, module=model, seed=seed, **settings)
     if "weight_decay_as_prior" in settings:
         settings["prior_precision"] = settings.pop("weight_decay_as_prior") * num_data
     return getattr(bsam, name)(parameters, num_data=num_data, module=model, seed=seed, **settings)
