@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import bsam
 from benchmarks import out_of_the_box, sgd_rates
+from benchmarks.candidates import CANDIDATES
 from benchmarks.out_of_the_box import (
     DEFAULTS,
     IMPOSSIBLE,
@@ -150,6 +152,65 @@ def test_the_factor_of_the_curvature_can_have_a_limit():
     for limit, expected in ((9, 9), (100, 50)):
         made = out_of_the_box.make_optimizer("BSAM", model, {"max_curvature_data": limit}, num_data=50, seed=0)
         assert made._curvature_num_data == expected
+
+
+def candidate(name, parameter, **settings):
+    return CANDIDATES[name]([parameter], num_data=50, max_noise=None, **settings)
+
+
+def test_a_debiased_precision_begins_as_a_mean():
+    weights = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = candidate("debiased", weights, sample_noise=False, rho=0.0, max_grad_norm=None, weight_decay=0.0)
+    seen, s = [torch.ones(3, 2)], torch.ones(3, 2)
+    for _ in range(4):
+        optimizer.step(lambda: 0.3 * weights.sum())
+        seen.append((50 * s).sqrt() * 0.3 + 0.1)
+        s = torch.stack(seen).mean(0)
+        torch.testing.assert_close(optimizer.state[weights]["unit_precision"], s)
+
+
+def test_the_prior_of_empirical_bayes_is_a_fixed_point_of_mackay():
+    """It starts without a prior, so that all six parameters are effective."""
+    weights = torch.nn.Parameter(torch.full((3, 2), 2.0))
+    optimizer = candidate("empirical_bayes", weights, lr=0.0, init_precision=0.2, damping=0.2, weight_decay=0.0)
+    optimizer.step(lambda: 0.0 * weights.sum())
+    variance = 1 / (50 * 0.2)
+    assert optimizer.param_groups[0]["prior_precision"] == pytest.approx(6 / (6 * 4.0 + 6 * variance))
+
+
+def test_the_unbiased_curvature_finds_the_hessian():
+    hessian = torch.tensor([[0.5, 2.0]]).repeat(200, 1)
+    weights = torch.nn.Parameter(torch.zeros(200, 2))
+    settings = {"lr": 0.0, "rho": 0.0, "damping": 0.0, "weight_decay": 0.0, "betas": (0.9, 0.99)}
+    optimizer = candidate("unbiased", weights, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the noise is larger than weights of zero
+        for _ in range(1200):
+            optimizer.step(lambda: 0.5 * (hessian * weights.square()).sum())
+    found = optimizer.state[weights]["unit_precision"].mean(0)
+    torch.testing.assert_close(found, hessian[0], rtol=0.05, atol=0)
+
+
+def test_clipping_can_end_after_100_steps():
+    weights = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = candidate("first_clipped", weights, lr=1e-3)
+    clipped = []
+    for _ in range(102):
+        optimizer.step(lambda: weights.sum())
+        clipped.append(optimizer.param_groups[0]["max_grad_norm"])
+    assert clipped == [1.0] * 100 + [None] * 2
+
+
+def test_biases_without_noise_and_a_damping_by_data():
+    model = torch.nn.Linear(3, 2)
+    settings = {"sample_vectors": False, "damping_by_data": 5.0}
+    made = out_of_the_box.make_optimizer("BSAM", model, settings, num_data=50, seed=0)
+    assert [(group["params"], group["sample"]) for group in made.param_groups] == [
+        ([model.weight], True),
+        ([model.bias], False),
+    ]
+    assert made.param_groups[0]["damping"] == pytest.approx(0.1)
+    assert settings == {"sample_vectors": False, "damping_by_data": 5.0}  # a run's own
 
 
 def test_rules_from_sgd():
