@@ -73,5 +73,5 @@ class TestRecord:
             assert shown is not None
             assert shown.group(1) == table
         forgetful = RECORD["moons"]["training_accuracy_of_seeds"][moons.FORGETFUL]
-        quoted = ", ".join("not finite" if found is None else f"{found:.0%}" for found in forgetful)
-        assert f"({quoted})" in page
+        *quoted, last = ["not finite" if found is None else f"{found:.0%}" for found in forgetful]
+        assert f"{', '.join(quoted)} and {last}" in " ".join(page.split())
