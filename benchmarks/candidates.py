@@ -9,6 +9,7 @@ part of the package.
 | `empirical_bayes` | the prior's precision is learned: effective parameters / (|omega|^2 + trace of the variances) |
 | `unbiased` | the curvature N s e g of Stein's identity, with IVON's correction, in the place of sqrt(N s) |g| |
 | `first_clipped` | gradients are clipped in the first 100 steps only |
+| `limited_vectors` | noise of biases and norms is at most 0.1; `max_noise` limits that of matrices only |
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 import bsam
 from bsam.optim.probing import Gradients, Slot, Tally
 
-__all__ = ["CANDIDATES", "Debiased", "EmpiricalBayes", "FirstClipped", "Unbiased"]
+__all__ = ["CANDIDATES", "Debiased", "EmpiricalBayes", "FirstClipped", "LimitedVectors", "Unbiased"]
 
 
 class Debiased(bsam.BSAM):
@@ -60,6 +61,14 @@ class FirstClipped(bsam.BSAM):
             for group in self.param_groups:
                 group["max_grad_norm"] = None
         return super().step(closure, *batch)
+
+
+class LimitedVectors(bsam.BSAM):
+    """The noise of a vector is 1 / sqrt(N s + 1 / 0.1^2)."""
+
+    def _posterior_precision(self, slot: Slot) -> Tensor:
+        s = super()._posterior_precision(slot)
+        return s if slot.parameter.dim() > 1 else s + 1 / (self.effective_num_data * 0.1**2)
 
 
 @dataclass
@@ -112,4 +121,5 @@ CANDIDATES: dict[str, type[bsam.BSAM]] = {
     "empirical_bayes": EmpiricalBayes,
     "unbiased": Unbiased,
     "first_clipped": FirstClipped,
+    "limited_vectors": LimitedVectors,
 }

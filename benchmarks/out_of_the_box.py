@@ -1,4 +1,4 @@
-"""How good optimizers are before anybody tunes them, on the problems of `small_problems.py` and its three neighbours.
+"""How good optimizers are before anybody tunes them, on the problems of `small_problems.py` and its neighbours.
 
     python -m benchmarks.out_of_the_box --data DATA --set choosing
     python -m benchmarks.out_of_the_box --data DATA --set judged --out results/out_of_the_box.json
@@ -47,7 +47,7 @@ import torch
 from torch import nn
 
 import bsam
-from benchmarks import few_data, many_data, new_data, small_problems
+from benchmarks import few_data, hard_starts, many_data, new_data, small_problems
 from benchmarks.candidates import CANDIDATES
 from benchmarks.small_problems import Data, average_loss, predict
 from bsam.experiments.record import environment, to_json, write_json
@@ -59,6 +59,8 @@ SETS = {
     "few-judged": few_data.JUDGED,
     "many": many_data.PROBLEMS,
     "new-judged": new_data.JUDGED,
+    "hard-choosing": hard_starts.CHOOSING,
+    "hard-judged": hard_starts.JUDGED,
     "explained": {"mnist_100": new_data.JUDGED["mnist_100"]},
 }
 """`explained`: a judged problem on which bSAM failed, to find out why. Nothing is chosen on it."""
@@ -68,6 +70,7 @@ SOURCE: dict[str, ModuleType] = {
     **dict.fromkeys(few_data.CHOOSING | few_data.JUDGED, few_data),
     **dict.fromkeys(many_data.PROBLEMS, many_data),
     **dict.fromkeys(new_data.JUDGED, new_data),
+    **dict.fromkeys(hard_starts.CHOOSING | hard_starts.JUDGED, hard_starts),
 }
 """The file of each problem."""
 NUM_SAMPLES, NUM_RANDOM = 32, 8
@@ -95,8 +98,8 @@ def make_optimizer(name: str, model: nn.Module, settings: dict[str, Any], *, num
     """The optimizer of a model. `weight_decay_as_prior` w of one that has a prior is prior_precision = w N.
 
     What was tried and rejected for bSAM: `max_curvature_data` c makes the curvature sqrt(min(N, c) s) |g|,
-    `damping_by_data` c a damping of at least c / N, `sample_vectors` False gives biases and norms no noise, and `candidate` is a
-    name of `candidates.py`.
+    `damping_by_data` c a damping of at least c / N, `sample_vectors` False gives biases and norms no noise, and
+    `candidate` is a name of `candidates.py`.
     """
     settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
     parameters: Any = model.parameters()
