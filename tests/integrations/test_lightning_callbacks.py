@@ -10,13 +10,14 @@ pytest.importorskip("lightning")
 import lightning
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 import bsam
 from bsam.integrations.lightning_callbacks import PosteriorCheckpoint
-from tests.integrations.test_lightning import Automatic, Module, assert_equal, batches, fit, loader, trainer
+from tests.integrations.test_lightning import Automatic, Module, assert_equal, batches, fit, loader, plain, trainer
+from tests.optimizers import make
 
 pytestmark = [pytest.mark.integrations]
 
@@ -184,8 +185,25 @@ def test_callbacks_of_the_module_belong_to_those_of_its_base_class(tmp_path):
         def configure_callbacks(self):
             return []
 
-    with pytest.raises(RuntimeError, match=r"\[\*super\(\)\.configure_callbacks\(\), \.\.\.\]"):
+    with pytest.raises(ValueError, match=r"\[\*super\(\)\.configure_callbacks\(\), \.\.\.\]"):
         fit(Own(), tmp_path)
+
+
+def test_a_learning_rate_is_found(tmp_path):
+    """The search takes all callbacks away while it trains, and restores the weights."""
+
+    class Searched(Module):
+        lr = 1e-3
+
+        def configure_optimizers(self):
+            return make("BSAM", self.network.parameters(), lr=self.lr)
+
+    module = Searched()
+    found = trainer(tmp_path, max_epochs=4, callbacks=[LearningRateFinder(num_training_steps=20)])
+    found.fit(module, loader())
+    assert module.lr == found.optimizers[0].param_groups[0]["lr"] != 1e-3
+    expected, _, _ = plain("BSAM", [[batch] for batch in 4 * batches()], lr=module.lr)
+    assert_equal(module.network, expected)
 
 
 def test_saving_by_time_is_refused(tmp_path):

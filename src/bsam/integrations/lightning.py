@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from bsam.batches import has_examples
 from bsam.executor import refuse_under_vmap
 from bsam.integrations.fabric import probe_with
-from bsam.integrations.lightning_callbacks import PosteriorCheckpoint, StepGuard, check_monitor
+from bsam.integrations.lightning_callbacks import PosteriorCheckpoint, StepGuard, check_setup
 from bsam.modules import preserved_attributes
 from bsam.optim import options
 from bsam.torch_private import pytree
@@ -62,7 +62,8 @@ class LightningModule(lightning.LightningModule):
         @functools.wraps(configure_optimizers)
         def configure(self: LightningModule) -> Any:
             configured = configure_optimizers(self)
-            check_monitor(None if self.automatic_optimization else configured)
+            if not self.automatic_optimization and self._trainer is not None:
+                check_setup(self._trainer, configured)
             return configured
 
         if training_step is not lightning.LightningModule.training_step:
@@ -104,8 +105,6 @@ class LightningModule(lightning.LightningModule):
     def _train(self, training_step: Callable[[Any], Any], batch: Any) -> Any:
         """Probe a batch, and step if it is the last one of its step; return what `training_step` returned first."""
         strategy, optimizer = self.trainer.strategy, self.optimizers(use_pl_optimizer=False)
-        if not any(isinstance(callback, StepGuard) for callback in self.trainer.callbacks):
-            raise RuntimeError("write [*super().configure_callbacks(), ...] in configure_callbacks().")
         metrics = [module for module in self.modules() if isinstance(module, Metric)]
         seen: list[tuple[Any, Any]] = []
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from bsam.torch_private import pytree
 
-__all__ = ["PosteriorCheckpoint", "StepGuard", "check_monitor"]
+__all__ = ["PosteriorCheckpoint", "StepGuard", "check_setup"]
 
 _NOT_CALLED = (
     "optimizer_step",
@@ -61,8 +61,15 @@ class StepGuard(Callback):
         self.on_train_epoch_end(trainer, pl_module)
 
 
-def check_monitor(configured: Any) -> None:
-    """Raise if the result of `configure_optimizers` leaves a `ReduceLROnPlateau` to Lightning."""
+def check_setup(trainer: lightning.Trainer, configured: Any) -> None:
+    """Raise if there is no `StepGuard`, or `configure_optimizers` has left a `ReduceLROnPlateau` to Lightning.
+
+    Args:
+        trainer: The trainer, before training: the search for a learning rate takes its callbacks away.
+        configured: The result of `configure_optimizers`.
+    """
+    if not any(isinstance(callback, StepGuard) for callback in trainer.callbacks):
+        raise ValueError("write [*super().configure_callbacks(), ...] in configure_callbacks().")
     found = pytree.tree_flatten_with_path(configured)[0]
     monitors = [leaf for path, leaf in found if leaf and getattr(path[-1] if path else None, "key", None) == "monitor"]
     if monitors and any(isinstance(leaf, ReduceLROnPlateau) for _, leaf in found):
