@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bsam.batches import as_tensor, batches_of, moved, split_batch
+from bsam.batches import as_tensor, batches_of, has_examples, moved, split_batch
 
 
 @given(size=st.integers(1, 40), splits=st.integers(1, 12))
@@ -44,6 +44,16 @@ def test_named_tuples_stay_named_tuples():
 def test_lengths_must_agree():
     with pytest.raises(ValueError, match=r"different lengths \[3, 2\]"):
         split_batch((torch.ones(3), [torch.ones(2)]), 1)
+    batch = torch.ones(3), [torch.ones(2)]
+    ((part, _),) = split_batch(batch, 1, counted=False)
+    assert part is batch
+    with pytest.raises(ValueError, match=r"different lengths \[3, 2\]"):
+        split_batch(batch, 2, counted=False)
+
+
+def test_whether_examples_can_be_counted():
+    assert has_examples(({"x": torch.ones(2)}, 1))
+    assert not has_examples((object(), torch.tensor(1.0)))
 
 
 @given(size=st.integers(1, 40), batch_size=st.integers(1, 12))

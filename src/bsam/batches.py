@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 __all__ = [
     "as_tensor",
     "batches_of",
+    "has_examples",
     "inputs_and_labels",
     "map_tensors",
     "moved",
@@ -138,6 +139,13 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return tree
 
 
+def has_examples(batch: Any) -> bool:
+    """Whether a batch has tensors, so that its examples can be counted."""
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, batch)
+    return bool(tensors)
+
+
 def num_examples(batch: Any) -> int:
     """Return the number of examples of a batch."""
     lengths: list[int] = []
@@ -151,22 +159,28 @@ def some_examples(batch: Any, start: int, stop: int) -> Any:
     return map_tensors(lambda t: t[start:stop], batch)
 
 
-def split_batch(batch: tuple[Any, ...], splits: int) -> list[tuple[tuple[Any, ...], int]]:
+def split_batch(batch: tuple[Any, ...], splits: int, *, counted: bool = True) -> list[tuple[tuple[Any, ...], int]]:
     """Cut `batch` into `splits` parts along dimension 0; return each part with its number of examples.
 
     Tensors, at any depth of tuples, lists and mappings, are cut by `torch.tensor_split`: sizes differ by at most
     one. All other objects, and 0-dimensional tensors, go to every part unchanged. A batch of fewer examples than
     `splits` is cut into single examples. With one split the batch is the only part; without tensors its size is 1.
 
+    Args:
+        batch: The batch.
+        splits: The number of parts.
+        counted: False if the number of examples does not matter with one split. Tensors may then differ in length.
+
     Raises:
         ValueError: tensors of different lengths, an empty batch, or several splits and nothing to cut.
     """
     lengths: list[int] = []
     map_tensors(lambda t: lengths.append(len(t)), batch)
-    if len(set(lengths)) > 1:
+    if len(set(lengths)) > 1 and (splits > 1 or counted):
         raise ValueError(
             f"the tensors of the batch have different lengths {lengths}: they are cut into sub-batches along "
-            "dimension 0, so all must hold the same number of examples. Use other tensors inside the closure."
+            "dimension 0, so all must hold the same number of examples. Use other tensors inside the closure, or, with "
+            "splits=1, give the number of examples: optimizer.probe(loss_fn, *batch, weight=...)."
         )
     if not lengths:
         if splits > 1:

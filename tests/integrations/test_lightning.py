@@ -1,6 +1,7 @@
 """Training by Lightning's Trainer equals the plain loop."""
 
 import copy
+import dataclasses
 import os
 import pickle
 import socket
@@ -16,13 +17,12 @@ import lightning
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
-import bsam
-from bsam.integrations.lightning import LightningModule, PosteriorCheckpoint
+from bsam.integrations.lightning import LightningModule
 from tests.optimizers import METHODS, make
 
 pytestmark = [pytest.mark.integrations]
@@ -310,6 +310,35 @@ def test_schedulers_step(interval, num_halvings, tmp_path):
     assert found.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.3 * 0.5**num_halvings)
 
 
+@pytest.mark.parametrize(("interval", "frequency"), [("step", 4), ("epoch", 2)])
+def test_schedulers_step_as_in_automatic_optimization(interval, frequency, tmp_path):
+    rates = {}
+    for kind in (Module, Automatic):
+
+        class Watched(kind):
+            def on_train_batch_end(self, outputs, batch, batch_idx):
+                rates.setdefault(type(self).__base__, []).append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+        fit(Watched(scheduler={"interval": interval, "frequency": frequency}), tmp_path, max_epochs=3)
+    assert rates[Module] == rates[Automatic]
+    assert len(set(rates[Module])) > 1
+
+
+def test_averaged_weights_stay_while_statistics_are_averaged(tmp_path):
+    """After the last epoch, Lightning runs one more without steps, for the statistics of BatchNorm."""
+
+    class Averaged(Module):
+        def on_train_epoch_start(self):
+            self.last = [p.detach().clone() for p in self.network.parameters()]
+
+    module = Averaged()
+    module.network.insert(1, nn.BatchNorm1d(5).double())
+    averaging = StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1)
+    fit(module, tmp_path, max_epochs=2, callbacks=[averaging])
+    for average, weights in zip(module.last, module.network.parameters(), strict=True):
+        assert torch.equal(average, weights)
+
+
 @pytest.mark.parametrize("kind", ["BSAM", "SAM-Adam"])
 def test_a_resumed_run_equals_one_without_interruption(kind, tmp_path):
     options = {"scheduler": {"interval": "step"}, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
@@ -338,35 +367,6 @@ def test_validation_between_micro_batches_keeps_the_probes(tmp_path):
     given = batches()
     expected, _, _ = plain("BSAM", [given[i : i + 2] for i in range(0, BATCHES, 2)])
     assert_equal(module.network, expected)
-
-
-def test_a_stop_between_micro_batches_can_be_saved(tmp_path):
-    class Stopping(Module):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            self.trainer.should_stop = batch_idx == 2
-
-    module = Stopping(accumulate_grad_batches=2)
-    found = fit(module, tmp_path)
-    found.save_checkpoint(tmp_path / "stopped.ckpt")
-    assert found.global_step == 1
-
-
-def test_the_posterior_is_saved_and_removed_with_the_checkpoint(tmp_path):
-    module = Module(options={"betas": (0.9, 0.5)})
-    checkpoints = PosteriorCheckpoint(tmp_path, filename="{epoch}", save_last=True, monitor="loss_epoch", save_top_k=1)
-    found = fit(module, tmp_path, max_epochs=3, enable_checkpointing=True, callbacks=[checkpoints])
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert len(names) == 4
-    assert {os.path.splitext(name)[0] for name in names if name.endswith(".ckpt")} == {
-        os.path.splitext(name)[0] for name in names if name.endswith(".safetensors")
-    }
-    saved = bsam.load_posterior(tmp_path / "last.safetensors")
-    expected = found.optimizers[0].posterior(module)
-    for name, mean in expected.mean.items():
-        assert torch.equal(saved.mean[name], mean)
-    fresh = Module()
-    saved.write_mean(fresh)
-    assert_equal(fresh.network, module.network)
 
 
 def test_a_training_step_may_return_a_dictionary_and_extend_another(tmp_path):
@@ -401,6 +401,63 @@ def test_weights_of_micro_batches(tmp_path):
         optimizer.probe(lambda x, y: F.cross_entropy(model(x), y), *batch, weight=weight)
         if i % 2:
             optimizer.step()
+    assert_equal(module.network, model)
+
+
+@dataclasses.dataclass
+class Graph:
+    """A batch of a type of its own."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class OfGraphs(LightningModule):
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.network = network()
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.network(batch.x), batch.y)
+
+    def configure_optimizers(self):
+        return make("BSAM", self.network.parameters())
+
+
+def test_examples_that_cannot_be_counted(tmp_path):
+    graphs = [Graph(x[:4] if i % 2 else x, y[:4] if i % 2 else y) for i, (x, y) in enumerate(batches())]
+    module = OfGraphs()
+    trainer(tmp_path).fit(module, DataLoader(graphs, batch_size=None))
+    assert_equal(module.network, plain("BSAM", [[(graph.x, graph.y)] for graph in graphs])[0])
+    with pytest.raises(ValueError, match=r"of type Graph.* override probe_weight\(batch\) in OfGraphs"):
+        trainer(tmp_path).fit(OfGraphs(accumulate_grad_batches=2), DataLoader(graphs, batch_size=None))
+
+    class Counted(OfGraphs):
+        def probe_weight(self, batch):
+            return len(batch.y)
+
+    module = Counted(accumulate_grad_batches=2)
+    trainer(tmp_path).fit(module, DataLoader(graphs, batch_size=None))
+    steps = [[(graph.x, graph.y) for graph in graphs[i : i + 2]] for i in range(0, BATCHES, 2)]
+    assert_equal(module.network, plain("BSAM", steps)[0])
+
+
+def test_tensors_of_different_lengths(tmp_path):
+    """From two loaders, for example."""
+
+    class Joined(Silent):
+        def training_step(self, batch, batch_idx):
+            return sum(F.cross_entropy(self.network(x), y) for x, y in batch)
+
+        def probe_weight(self, batch):
+            return len(batch[0][1])
+
+    pairs = [((x, y), (x[:3], y[:3])) for x, y in batches()]
+    module, model = Joined(), network()
+    trainer(tmp_path).fit(module, DataLoader(pairs, batch_size=None))
+    optimizer = make("BSAM", model.parameters())
+    for pair in pairs:
+        optimizer.step(lambda: sum(F.cross_entropy(model(x), y) for x, y in pair))  # noqa: B023
     assert_equal(module.network, model)
 
 
@@ -519,7 +576,9 @@ def test_a_step_that_draws_its_own_batch_is_refused(tmp_path):
         fit(Drawing(), tmp_path)
 
 
-@pytest.mark.parametrize("given", [{"accumulate_grad_batches": 0}, {"gradient_clip_algorithm": "sum"}])
+@pytest.mark.parametrize(
+    "given", [{"accumulate_grad_batches": 0}, {"gradient_clip_algorithm": "sum"}, {"gradient_clip_val": -1.0}]
+)
 def test_arguments_out_of_range_are_refused(given):
     with pytest.raises(ValueError, match="{}={!r}".format(*next(iter(given.items())))):
         Module(**given)

@@ -261,7 +261,83 @@ def test_the_training_step_goes_into_other_trainers(tmp_path):
     assert_equal_weights(model, other, rtol=1e-4, atol=1e-6)
 
 
+class Images(Recording):
+    """A collator whose batches have tensors of another length, as for texts with images."""
+
+    def __call__(self, examples):
+        return {**super().__call__(examples), "images": torch.ones(7, 3)}
+
+
+class WithImages(Trainer):
+    def compute_loss(self, model, inputs, **options):
+        assert inputs.pop("images").shape == (7, 3)
+        return super().compute_loss(model, inputs, **options)
+
+
+def test_texts_with_images(tmp_path):
+    model, other, collator = llama(), llama(), Images()
+    images = {"trainer_options": {"data_collator": collator}, "remove_unused_columns": False}
+    train(tmp_path, model, make_bsam(model), sentences(), trainer_class=WithImages, **images)
+    plain_loop(other, make_bsam(other), in_steps(collator.batches, 6), tokens_loss, num_tokens)
+    assert_equal_weights(model, other, rtol=1e-4, atol=1e-6)
+
+
+def test_label_smoothing(tmp_path):
+    """The parts of a micro-batch, too, count every token once."""
+
+    def loss_fn(model, batch):
+        logits = model(input_ids=batch["input_ids"]).logits.float()[:, :-1].reshape(-1, VOCABULARY)
+        return F.cross_entropy(logits, batch["labels"][:, 1:].reshape(-1), label_smoothing=0.1)
+
+    model, other = llama(), llama()
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "label_smoothing_factor": 0.1}
+    _, batches = train(tmp_path, model, make_sam(model, splits=2, vectorise=False), sentences(), **options)
+    halves = [[{k: v[:2] for k, v in b.items()}, {k: v[2:] for k, v in b.items()}] for b in batches]
+    plain_loop(other, make_sam(other), halves[:5], loss_fn, num_tokens)
+    assert_equal_weights(model, other, rtol=1e-4, atol=1e-6)
+
+
+class Interrupting(transformers.TrainerCallback):
+    """Acts between the micro-batches of the second step: it stops training and saves, or raises."""
+
+    def __init__(self, error=None):
+        self.error = error
+
+    def on_substep_end(self, args, state, control, **options):
+        if state.global_step == 1:
+            if self.error:
+                raise self.error
+            control.should_training_stop = control.should_save = True
+
+
+@pytest.mark.parametrize("make", [make_bsam, make_sam])
+def test_a_stop_between_micro_batches_is_saved_and_resumed_at_the_first(make, tmp_path):
+    whole, resumed = llama(), llama()
+    train(tmp_path / "whole", whole, make(whole), sentences())
+    stopped = llama()
+    saving = {"save_strategy": "steps", "save_steps": 100}
+    stop = {"trainer_options": {"callbacks": [Interrupting()]}}
+    train(tmp_path, stopped, make(stopped), sentences(), **saving, **stop)
+    train(tmp_path, resumed, make(resumed), sentences(), resume=str(tmp_path / "checkpoint-1"), **saving)
+    assert_equal_weights(whole, resumed, rtol=0, atol=0)
+
+
+def test_training_goes_on_after_a_failure_between_micro_batches(tmp_path):
+    model = llama()
+    optimizer = make_bsam(model)
+    failing = {"trainer_options": {"callbacks": [Interrupting(KeyboardInterrupt())]}}
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, model, optimizer, sentences(), **failing)
+    trainer, _ = train(tmp_path, model, optimizer, sentences())
+    assert trainer.state.global_step == 5
+
+
 # ---------------------------------------------------------------- errors
+
+
+def test_the_posterior_before_there_is_an_optimizer(tmp_path):
+    with pytest.raises(RuntimeError, match=r"call train\(\) first"):
+        Trainer(llama(), arguments(tmp_path), train_dataset=sentences()).posterior()
 
 
 def test_without_an_optimizer(tmp_path):

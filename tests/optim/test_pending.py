@@ -203,6 +203,30 @@ def test_micro_batches_count_by_their_weight(name):
 
 
 @every_method
+def test_with_a_weight_tensors_may_differ_in_length(name):
+    """As those of texts with images. Methods that differentiate each example need examples."""
+    model, optimizer = made(name)
+    twin, other = made(name)
+    x, y = batch(4, torch.float64)
+    images = torch.ones(7, 2)
+
+    def loss_fn(x, y, images):
+        return cross_entropy(model)(x, y)
+
+    with pytest.raises(ValueError, match=r"different lengths \[4, 4, 7\].* weight=\.\.\."):
+        optimizer.probe(loss_fn, x, y, images)
+    if METHODS[name].per_example:
+        with pytest.raises(ValueError, match="different lengths"):
+            optimizer.probe(loss_fn, x, y, images, weight=4)
+        return
+    for _ in range(2):
+        optimizer.probe(loss_fn, x, y, images, weight=4)
+        other.probe(cross_entropy(twin), x, y)
+    assert_same(optimizer.step(), other.step())
+    assert_same(everything(model, optimizer), everything(twin, other))
+
+
+@every_method
 @pytest.mark.parametrize("weight", [0, -1.0, float("nan"), torch.ones(2)])
 def test_weights_that_are_no_weights(name, weight):
     model, optimizer = made(name)

@@ -67,7 +67,7 @@ def probe(
         if not is_averaging:
             return own.probe(loss_fn, *batch, weight=weight, last=last, scaler=scaler)
         # DistributedDataParallel counts every rank once. These factors make it count every example, or every token.
-        num = sum(size for _, size in split_batch(batch, 1))
+        _, num = split_batch(batch, 1, counted=weight is None)[0]
         size = float(num if weight is None else weight)
         sizes: Tensor = accelerator.gather(torch.tensor([[size, num]], device=accelerator.device))
         ranks: list[list[float]] = sizes.tolist()

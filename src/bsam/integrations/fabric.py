@@ -94,7 +94,7 @@ def probe_with(
             "optimizer that averages over them itself: make it with process_group=torch.distributed.group.WORLD. Every "
             "rank is then a further split."
         )
-    own = float(sum(size for _, size in split_batch(batch, 1)) if weight is None else weight)
+    own = float(split_batch(batch, 1)[0][1] if weight is None else weight)
     total = torch.tensor(own, dtype=torch.float64, device=strategy.root_device)
     dist.all_reduce(total)
     mean = float(total) / dist.get_world_size()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import lightning
@@ -15,8 +14,10 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
+from bsam.batches import has_examples
 from bsam.executor import refuse_under_vmap
 from bsam.integrations.fabric import probe_with
+from bsam.integrations.lightning_callbacks import PosteriorCheckpoint, StepGuard, check_setup
 from bsam.modules import preserved_attributes
 from bsam.optim import options
 from bsam.torch_private import pytree
@@ -42,25 +43,41 @@ class LightningModule(lightning.LightningModule):
         super().__init__()
         options.count("accumulate_grad_batches", accumulate_grad_batches, "It is the number of micro-batches per step.")
         options.one_of("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
+        options.non_negative("gradient_clip_val", gradient_clip_val or 0.0)
         self.automatic_optimization, self.first_pass = False, True
         self._accumulate, self._clip = accumulate_grad_batches, (gradient_clip_val, gradient_clip_algorithm)
         self._is_probing = self._is_waiting = False  # inside a probe; between the micro-batches of a step
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        training_step = cls.training_step  # of this class, or of a mixin
+        training_step, configure_optimizers = cls.training_step, cls.configure_optimizers  # or those of a mixin
 
         @functools.wraps(training_step)
         def train(self: LightningModule, batch: Any, *rest: Any) -> Any:
-            if self.automatic_optimization or self._is_probing or self._trainer is None:
+            trainer = self._trainer
+            if self.automatic_optimization or self._is_probing or trainer is None or trainer.fit_loop._skip_backward:
                 return training_step(self, batch, *rest)
             return self._train(lambda part: training_step(self, part, *rest), batch)
 
+        @functools.wraps(configure_optimizers)
+        def configure(self: LightningModule) -> Any:
+            configured = configure_optimizers(self)
+            if not self.automatic_optimization and self._trainer is not None:
+                check_setup(self._trainer, configured)
+            return configured
+
         if training_step is not lightning.LightningModule.training_step:
             cls.training_step = train
+        if configure_optimizers is not lightning.LightningModule.configure_optimizers:
+            cls.configure_optimizers = configure
 
     def probe_weight(self, batch: Any) -> float | None:
         """Return the number of terms in the mean loss of a batch. Override it; None is the number of examples."""
+        if (self._accumulate > 1 or self.trainer.world_size > 1) and not has_examples(batch):
+            raise ValueError(
+                f"the batch is of type {type(batch).__name__}, and its examples cannot be counted: override "
+                f"probe_weight(batch) in {type(self).__name__}, and return their number."
+            )
         return None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +87,7 @@ class LightningModule(lightning.LightningModule):
             super().log(name, value, *args, **kwargs)
 
     def configure_callbacks(self) -> Any:
-        """Refuse arguments of the Trainer that would act on each pass of a step; there are no callbacks."""
+        """Refuse arguments of the Trainer that would act on each pass of a step; return a `StepGuard`."""
         for name, default in (("accumulate_grad_batches", 1), ("gradient_clip_val", None)):
             given = f"{name}={getattr(self.trainer, name)}"
             if getattr(self.trainer, name) not in (default, 0):
@@ -78,17 +95,12 @@ class LightningModule(lightning.LightningModule):
                     f"Trainer({given}) would act on each pass of a step: leave it out of the Trainer, and write "
                     f"super().__init__({given}) in {type(self).__name__}, with automatic_optimization = False."
                 )
-        return super().configure_callbacks()
+        return [StepGuard()]
 
     def on_validation_model_zero_grad(self) -> None:
         """Clear the gradients before a validation, unless they are those of pending probes."""
         if not self._is_waiting:
             super().on_validation_model_zero_grad()
-
-    def on_train_epoch_end(self) -> None:
-        """Drop pending probes if training was stopped between two micro-batches: a checkpoint may follow."""
-        if self._is_waiting:
-            self.trainer.optimizers[0].discard()
 
     def _train(self, training_step: Callable[[Any], Any], batch: Any) -> Any:
         """Probe a batch, and step if it is the last one of its step; return what `training_step` returned first."""
@@ -122,7 +134,7 @@ class LightningModule(lightning.LightningModule):
         if not self._is_waiting:
             with trainer.optimizers[0].register_step_pre_hook(self._before_step):
                 self.optimizers().step()
-        due = {"step": not self._is_waiting and trainer.global_step, "epoch": is_last and trainer.current_epoch + 1}
+        due = {"step": not self._is_waiting and number, "epoch": is_last and trainer.current_epoch + 1}
         for config in trainer.lr_scheduler_configs:
             count = due[config.interval]
             if count and count % config.frequency == 0 and not isinstance(config.scheduler, ReduceLROnPlateau):
@@ -135,16 +147,3 @@ class LightningModule(lightning.LightningModule):
             clip = nn.utils.clip_grad_norm_ if self._clip[1] == "norm" else nn.utils.clip_grad_value_
             clip([p for group in optimizer.param_groups for p in group["params"]], self._clip[0])
         return args[:1], {}
-
-
-class PosteriorCheckpoint(lightning.pytorch.callbacks.ModelCheckpoint):
-    """A `ModelCheckpoint` that writes the posterior beside each checkpoint, `last.safetensors` beside `last.ckpt`."""
-
-    def _save_checkpoint(self, trainer: lightning.Trainer, filepath: str) -> None:
-        super()._save_checkpoint(trainer, filepath)
-        if trainer.is_global_zero:
-            trainer.optimizers[0].posterior(trainer.lightning_module).save(Path(filepath).with_suffix(".safetensors"))
-
-    def _remove_checkpoint(self, trainer: lightning.Trainer, filepath: str) -> None:
-        super()._remove_checkpoint(trainer, filepath)
-        Path(filepath).with_suffix(".safetensors").unlink(missing_ok=True)

@@ -76,6 +76,7 @@ class ProbingTrainer:
                 "lr=0.1, num_data=len(train_set)), None)), or with model_init= "
                 "Trainer(..., optimizer_cls_and_kwargs=(bsam.BSAM, {'lr': 0.1, 'num_data': len(train_set)}))."
             )
+        self._drop_probes()  # an earlier training was interrupted between two micro-batches
         if self.optimizer is None and not self.args.weight_decay:
             trained = [p for p in (self.model if model is None else model).parameters() if p.requires_grad]
             self.optimizer = given[0](trained, **given[1])
@@ -84,9 +85,20 @@ class ProbingTrainer:
 
     def posterior(self: Any) -> Posterior:
         """Return the learned distribution over the weights of the model."""
+        if self.optimizer is None:
+            raise RuntimeError("there is no optimizer yet: call train() first, or write Trainer(..., optimizers=...).")
         optimizer = self.optimizer
         own = optimizer if isinstance(optimizer, ProbingOptimizer) else unwrap_optimizer(optimizer)
         return own.posterior(self.model)
+
+    def _drop_probes(self: Any) -> None:
+        getattr(getattr(self.optimizer, "optimizer", self.optimizer), "discard", lambda: None)()
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        """Save the state; training that was stopped between two micro-batches is resumed at the first of them."""
+        if self.control.should_training_stop:
+            self._drop_probes()
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _check_setup(self: Any) -> None:
         """Raise if the arguments ask for something that no probe can do."""

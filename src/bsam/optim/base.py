@@ -143,7 +143,9 @@ class ProbingOptimizer(DiagnosingOptimizer):
             loss_fn: Returns the mean loss of a part; the closure of `step`.
             batch: The micro-batch; as in `step`.
             weight: The weight of the micro-batch in all averages: the number of terms in its mean loss. By default the
-                number of its examples. For language models give the number of tokens, which `num_data` then counts too.
+                number of its examples; a micro-batch without tensors counts as one. For language models give the number
+                of tokens, which `num_data` then counts too. With `splits=1` and a weight, the tensors of the
+                micro-batch may differ in length.
             last: False joins the micro-batch with the following ones into one sub-batch, with one noise and one
                 perturbation, as if they were a single batch (with `splits=1`). Its first pass runs now. The batch is
                 kept, and all further passes run in the next probe with `last=True`.
@@ -155,7 +157,7 @@ class ProbingOptimizer(DiagnosingOptimizer):
         """
         with deferred(), torch.no_grad():
             self._refuse_if_away("probe a batch")
-            slots, parts = self._prepare(loss_fn, batch)
+            slots, parts = self._prepare(loss_fn, batch, counted=weight is None or self.per_example)
             number = self._weight(weight, parts)
             with self._whole_or_nothing(slots) as buffers:
                 pending = self._opened(slots, buffers, scaler)
@@ -264,7 +266,9 @@ class ProbingOptimizer(DiagnosingOptimizer):
         self._count_step(weight * self._num_ranks())
         return losses[0]
 
-    def _prepare(self, closure: LossFunction, batch: tuple[Any, ...]) -> tuple[list[Slot], Parts]:
+    def _prepare(
+        self, closure: LossFunction, batch: tuple[Any, ...], *, counted: bool = True
+    ) -> tuple[list[Slot], Parts]:
         """Return slots and parts of a batch, after all checks that need no pass."""
         if not callable(closure):
             raise TypeError(
@@ -274,7 +278,7 @@ class ProbingOptimizer(DiagnosingOptimizer):
             )
         self._check_batch(batch)
         splits = self._option("splits")
-        parts = split_batch(batch, splits)
+        parts = split_batch(batch, splits, counted=counted)
         slots = self._slots()
         pending = self._settled()
         if pending is None:
@@ -579,7 +583,8 @@ class ProbingOptimizer(DiagnosingOptimizer):
         if pending is not None:
             raise RuntimeError(
                 f"cannot {what} while probes are pending: take the step first, optimizer.step(), or drop them, "
-                "optimizer.discard()."
+                "optimizer.discard(). In a trainer that accumulates gradients, save and validate after whole steps: "
+                "make both intervals multiples of the number of micro-batches."
             )
 
     def _refuse_if_away(self, what: str) -> None:
