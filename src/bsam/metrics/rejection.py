@@ -121,7 +121,8 @@ class Threshold:
             return f"No threshold {safe} on these {self.num_examples} examples: reject everything.{need}"
         rule = f"Accept predictions whose {self.score.replace('_', ' ')} is below {self.threshold:.4g}"
         if self.score == "confidence":
-            rule = f"Accept predictions whose largest probability is above {1 - self.threshold:.4g}"
+            sure = f"{1 - self.threshold:.4g}" if self.threshold >= 1e-3 else f"1 - {self.threshold:.4g}"
+            rule = f"Accept predictions whose largest probability is above {sure}"
         if math.isinf(self.threshold):
             rule = "Accept all predictions"
         shares = f"{self.coverage:.1%}, with {self.found_risk:.2%} errors"
