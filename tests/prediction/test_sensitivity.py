@@ -167,5 +167,7 @@ def test_what_cannot_be_right_is_refused():
         sensitivity(model, posterior, (x, torch.zeros(6, 2, dtype=torch.long)))
     with pytest.raises(ValueError, match="noise_std=None must be a finite number"):
         sensitivity(model, posterior, (x, y), likelihood="gaussian")
+    with pytest.raises(ValueError, match="must be finite; look for inf or NaN in the inputs"):
+        sensitivity(model, posterior, (torch.full_like(x, torch.nan), y))
     with pytest.raises(ValueError, match="is empty"):
         sensitivity(model, posterior, (x[:0], y[:0]))
