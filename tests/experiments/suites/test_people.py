@@ -34,7 +34,7 @@ def test_wrong_files_are_refused(colour_data):
     for content in (b"no array", b""):
         (colour_data / FILE).write_bytes(content)
         with pytest.raises(
-            ValueError, match=r"is not an array of numbers: it is damaged, or another file. Copy it again.$"
+            ValueError, match=r"not an array of numbers: it is damaged, or another file. Copy it again.$"
         ):
             read_answers(known, colour_data)
     (colour_data / FILE).unlink()

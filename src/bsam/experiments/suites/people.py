@@ -45,8 +45,8 @@ def read_answers(known: Dataset, folder: Path | None) -> Tensor:
     wrong = (~((counts >= 0).all(axis=1) & (total > 0) & np.isfinite(total))).nonzero()[0]
     if len(wrong):
         raise ValueError(
-            f"{path} must have counts >= 0 with an answer in each row, got {counts[wrong[0]].tolist()} in row {wrong[0]}. "
-            "Copy it again."
+            f"{path} must have counts >= 0 with an answer in each row, got {counts[wrong[0]].tolist()} in row "
+            f"{wrong[0]}. Copy it again."
         )
     agreement = float((counts.argmax(axis=1) == labels).mean())
     if agreement < _AGREEMENT:
