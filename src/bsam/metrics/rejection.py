@@ -226,8 +226,9 @@ def threshold_for_risk(
     """Choose which predictions to accept, so that at most a wanted share of the accepted ones are errors.
 
     With `level`, the promise is for new data of the same kind (see above): it fails for at most 1 - `level` of all
-    calibration sets that could have been drawn. With `level=None` the share is kept on the given data only, and a
-    larger one must be expected on new data.
+    calibration sets that could have been drawn. It is for one rule: the best of several rules that were chosen on the
+    same data, with other scores or networks, fails more often. With `level=None` the share is kept on the given data
+    only, and a larger one must be expected on new data.
 
     Args:
         predictions: `bsam.Predictions` with one label per example, or the tuple (log_probs, labels). Neither training
