@@ -66,6 +66,8 @@ def test_risk_coverage_diagram(plt):
     (single,) = M.risk_coverage_diagram(with_everything(30), "energy").get_legend().get_texts()
     assert single.get_text().startswith("area 0.")
     log_probs, _ = named["one"]
+    with pytest.raises(ValueError, match="predictions is empty"):
+        M.risk_coverage_diagram({})
     perfect = M.risk_coverage_diagram((log_probs, log_probs.argmax(1)))
     assert perfect.get_ylim() == (0, 1)
     ax.figure.canvas.draw()

@@ -12,6 +12,7 @@ from torchmetrics.functional.regression import continuous_ranked_probability_sco
 
 import bsam
 from bsam import metrics as M
+from tests.metrics.data import random_predictions
 
 
 def mixture(n=6, samples=4, outputs=1, seed=0, weights=None):
@@ -161,3 +162,6 @@ def test_bad_input():
             M.quantile_calibration(with_cdf(cdf))
     with pytest.raises(ValueError, match="num_levels must be a positive integer, got 0"):
         M.quantile_calibration(with_cdf(torch.ones(1)), 0)
+    for function in (M.crps, M.quantile_calibration, M.quantile_diagram):
+        with pytest.raises(TypeError, match=r"must be of real targets.*got tuple; predict with likelihood='gaussian'"):
+            function(random_predictions(5, 3))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -142,6 +143,24 @@ def test_what_is_accepted():
     assert "nothing is guaranteed" in str(entropy)
     best = M.risk_coverage(data, "entropy")
     assert entropy.coverage == pytest.approx(float(best.coverage[best.risk <= 0.1].max()))
+
+
+def test_a_rule_of_a_very_sure_network_can_be_followed():
+    """Without this, the sentence said "above 1", which no probability is."""
+    doubt = torch.logspace(-9, -4, 600, dtype=torch.float64)
+    log_probs = torch.stack([torch.log1p(-doubt), doubt.log()], dim=1)
+    rule = M.threshold_for_risk((log_probs, (doubt > 1e-6).long()), 0.05)
+    assert 1e-8 < rule.threshold < 1e-5
+    assert str(rule).startswith(f"Accept predictions whose largest probability is above 1 - {rule.threshold:.4g}. Of ")
+
+
+def test_a_rule_does_not_take_probabilities_or_logits_for_certainty():
+    """Their doubt would be below every threshold, so that all of them were accepted."""
+    log_probs, labels = population(2000, 0)
+    rule = M.threshold_for_risk((log_probs, labels), 0.1)
+    for wrong, cure in ((log_probs.exp(), "probs.log()"), (log_probs + 5, "log_softmax")):
+        with pytest.raises(ValueError, match=rf"must be normalised.*write {re.escape(cure)}"):
+            rule.accepts((wrong, labels))
 
 
 def test_everything_or_nothing():

@@ -42,6 +42,12 @@ def test_predictions_have_all_scores():
         M.doubt(yes_no, "energy")
 
 
+def test_padded_positions_have_no_doubt():
+    tokens = torch.zeros(2, 3, 4).log_softmax(-1)
+    tokens[1, 2] = torch.nan
+    assert M.doubt((tokens, None)).isnan().nonzero().tolist() == [[1, 2]]
+
+
 def test_what_is_missing_is_said():
     pair = random_predictions(5)
     with pytest.raises(ValueError, match=r"no mutual_information. Give the result of bsam.predict"):
@@ -50,6 +56,9 @@ def test_what_is_missing_is_said():
         M.doubt(pair, "msp")
     with pytest.raises(TypeError, match=r"must have .log_probs"):
         M.doubt(3)
+    for log_probs in (torch.zeros(3), torch.zeros(3, 1)):
+        with pytest.raises(ValueError, match=r"with K >= 2 classes, got \(3"):
+            M.doubt((log_probs, None))
     wrong = SimpleNamespace(log_probs=pair[0], labels=pair[1], energy=torch.zeros(4))
     with pytest.raises(ValueError, match=r"energy has shape \(4,\): it must have \(5,\)"):
         M.doubt(wrong, "energy")

@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -107,6 +108,16 @@ def test_temper_leaves_the_parts_where_they_are(nets):
 
 
 # ---------------------------------------------------------------- how many samples of each part
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [np.array([1, 3]), np.array([1, 3], dtype=np.float32), [np.float32(1), np.int64(3)], torch.tensor([1.0, 3.0])],
+)
+def test_weights_are_numbers_of_any_kind(weights):
+    q = Mixture([normal([0.0], [1.0]), normal([1.0], [1.0])], weights)
+    assert q.weights == (0.25, 0.75)
+    assert all(type(weight) is float for weight in q.weights)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +240,11 @@ def test_parts_must_be_of_one_model(nets):
     ]:
         with pytest.raises(error, match=message):
             Mixture(parts)
-    for weights in ([1.0], [1.0, 0.0], [1.0, math.inf], [1.0, True], [1.0, "1"]):
+    with pytest.raises(TypeError, match=r"parts is of type .*: write Mixture\(\[posterior, ...\]\)"):
+        Mixture(good)
+    with pytest.raises(TypeError, match=r"weights=0.5 must be a list of numbers"):
+        Mixture([good, good], 0.5)
+    for weights in ([1.0], [1.0, 0.0], [1.0, math.inf], [1.0, True], [1.0, "1"], torch.tensor([1.0, -1.0])):
         with pytest.raises(ValueError, match="weights"):
             Mixture([good, good], weights)
     with pytest.raises(ValueError, match=r"part 0 is on cpu, part 1 on meta: write part.to\(device\)"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.stats import spearmanr
 from torch import nn
 
 from bsam import DiagonalGaussian, PointMass, laplace, sensitivity
@@ -105,6 +106,45 @@ def test_logistic_regression_against_training_again(retrained):
     assert set(found.ranking()[:5].tolist()) <= set(estimates["loss"][1].argsort(descending=True)[:10].tolist())
 
 
+def test_the_order_of_a_network_against_training_again():
+    """A diagonal covariance gives the wrong size of the changes, and nearly the right order."""
+    n, delta = 40, 1.0
+    x = normal(n, 2, seed=5)
+    y = (x[:, 0].square() + x[:, 1] + 0.5 * normal(n, seed=6) > 0.5).long()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+    def losses(w):
+        hidden = (x @ w[:12].view(6, 2).T + w[12:18]).tanh()
+        return F.cross_entropy(hidden @ w[18:30].view(2, 6).T + w[30:], y, reduction="none")
+
+    def objective(w, keep):
+        return keep @ losses(w) + 0.5 * delta * w.square().sum()
+
+    w = torch.nn.utils.parameters_to_vector(model.parameters()).detach().requires_grad_()
+    optimizer = torch.optim.LBFGS([w], max_iter=500, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = objective(w, torch.ones(n).double())
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    best = w.detach()
+    torch.nn.utils.vector_to_parameters(best, model.parameters())
+    gradient = torch.func.vmap(torch.func.grad(objective))
+    hessian = torch.func.vmap(torch.func.jacrev(torch.func.grad(objective)))
+    without, keep = best.expand(n, -1), 1.0 - torch.eye(n).double()
+    for _ in range(6):  # of Newton's method
+        without = without - torch.linalg.solve(hessian(without, keep), gradient(without, keep))
+    assert gradient(without, keep).abs().max() < 1e-8
+    true = torch.func.vmap(losses)(without).diag() - losses(best)
+    found = sensitivity(model, laplace(model, "categorical", (x, y), prior_precision=delta), (x, y)).loss_change
+    assert spearmanr(true, found).statistic > 0.9
+    assert found.sum() > 2 * true.sum()
+
+
 @pytest.mark.parametrize("vectorise", [True, False])
 def test_a_network_against_a_dense_transcription(vectorise):
     torch.manual_seed(0)
@@ -167,5 +207,7 @@ def test_what_cannot_be_right_is_refused():
         sensitivity(model, posterior, (x, torch.zeros(6, 2, dtype=torch.long)))
     with pytest.raises(ValueError, match="noise_std=None must be a finite number"):
         sensitivity(model, posterior, (x, y), likelihood="gaussian")
+    with pytest.raises(ValueError, match="must be finite; look for inf or NaN in the inputs"):
+        sensitivity(model, posterior, (torch.full_like(x, torch.nan), y))
     with pytest.raises(ValueError, match="is empty"):
         sensitivity(model, posterior, (x[:0], y[:0]))

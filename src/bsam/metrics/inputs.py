@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["ClassPredictions", "HasPredictions", "checked", "labelled", "unpacked"]
+__all__ = ["ClassPredictions", "HasPredictions", "check_normalised", "checked", "labelled", "unpacked"]
 
 
 class HasPredictions(Protocol):
@@ -47,6 +48,20 @@ def labelled(predictions: ClassPredictions) -> tuple[Tensor, Tensor, int | None]
     if labels is None:
         raise ValueError("the predictions have no labels, which the metrics need; predict on (inputs, labels)")
     return log_probs, labels, getattr(predictions, "ignore_index", None)
+
+
+def check_normalised(log_p: Tensor, place: Callable[[int], str]) -> None:
+    """Raise if the probabilities of a row of (N, K) do not sum to 1; rows with NaN are left to the caller."""
+    log_total = log_p.logsumexp(dim=1)
+    bad = (log_total.abs() > 1e-3).nonzero()  # NaN is not
+    if len(bad):
+        row = int(bad[0])
+        probabilities = log_p.min() >= 0 and log_p.max() <= 1
+        cure = "probs.log() for probabilities" if probabilities else "log_softmax(logits.float(), dim=1)"
+        raise ValueError(
+            "log_probs must be normalised, |logsumexp| <= 1e-3 in every row, "
+            f"got logsumexp = {log_total[row]:.4g} in {place(row)}; write {cure}"
+        )
 
 
 def checked(log_probs: Tensor, labels: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,16 +110,7 @@ def checked(log_probs: Tensor, labels: Tensor, ignore_index: int | None) -> tupl
             f"log_probs must be numbers below inf (-inf, probability 0, is fine), got {log_p[row, column]:g} "
             f"in {place(row)}, column {column}; look for inf or NaN in the logits given to log_softmax"
         )
-    log_total = log_p.logsumexp(dim=1)
-    bad = (log_total.abs() > 1e-3).nonzero()
-    if len(bad):
-        row = int(bad[0])
-        probabilities = log_p.min() >= 0 and log_p.max() <= 1
-        cure = "probs.log() for probabilities" if probabilities else "log_softmax(logits.float(), dim=1)"
-        raise ValueError(
-            "log_probs must be normalised, |logsumexp| <= 1e-3 in every row, "
-            f"got logsumexp = {log_total[row]:.4g} in {place(row)}; write {cure}"
-        )
+    check_normalised(log_p, place)
     bad = ((y < 0) | (y >= num_classes)).nonzero()
     if len(bad):
         row = int(bad[0])

@@ -93,6 +93,8 @@ def risk_coverage_diagram(
     """
     plt = _pyplot("risk_coverage_diagram")
     named = predictions if isinstance(predictions, Mapping) else {"": predictions}
+    if not named:
+        raise ValueError("predictions is empty: give predictions with labels, or several of them by name")
     curves = {
         name: (risk_coverage(each, score), rate_rejection(each, score, num_bootstrap=0).area)
         for name, each in named.items()

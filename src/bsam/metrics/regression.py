@@ -161,6 +161,15 @@ def rate_gaussian(
     return GaussianSummary(num_examples=n, **values, intervals=intervals, level=level)
 
 
+def _check_real(attribute: str, predictions: object) -> None:
+    """Raise a TypeError for predictions of classes, and for other objects."""
+    if not hasattr(predictions, attribute):
+        raise TypeError(
+            "predictions must be of real targets, such as bsam.GaussianPredictions, got "
+            f"{type(predictions).__name__}; predict with likelihood='gaussian'"
+        )
+
+
 # ------------------------------------------------------------------ CRPS
 
 
@@ -187,6 +196,7 @@ def crps(predictions: HasMixture, *, num_bootstrap: int = 1000, level: float = 0
         seed: Seed of the bootstrap's separate generator.
     """
     check_bootstrap(num_bootstrap, level)
+    _check_real("targets", predictions)
     if predictions.targets is None:
         raise ValueError("the predictions have no targets, which the metrics need; predict on (inputs, targets)")
     n = len(predictions.mean)
@@ -271,6 +281,7 @@ def quantile_calibration(predictions: HasGaussianPredictions, num_levels: int = 
     """
     if not isinstance(num_levels, int) or num_levels < 1:
         raise ValueError(f"num_levels must be a positive integer, got {num_levels!r}; write 20 for the default")
+    _check_real("cdf", predictions)
     if predictions.cdf is None:
         raise ValueError("the predictions have no targets, or are of an earlier version; predict on (inputs, targets)")
     u = predictions.cdf.detach().cpu().double().flatten().sort().values

@@ -121,7 +121,8 @@ class Threshold:
             return f"No threshold {safe} on these {self.num_examples} examples: reject everything.{need}"
         rule = f"Accept predictions whose {self.score.replace('_', ' ')} is below {self.threshold:.4g}"
         if self.score == "confidence":
-            rule = f"Accept predictions whose largest probability is above {1 - self.threshold:.4g}"
+            sure = f"{1 - self.threshold:.4g}" if self.threshold >= 1e-3 else f"1 - {self.threshold:.4g}"
+            rule = f"Accept predictions whose largest probability is above {sure}"
         if math.isinf(self.threshold):
             rule = "Accept all predictions"
         shares = f"{self.coverage:.1%}, with {self.found_risk:.2%} errors"
@@ -225,8 +226,9 @@ def threshold_for_risk(
     """Choose which predictions to accept, so that at most a wanted share of the accepted ones are errors.
 
     With `level`, the promise is for new data of the same kind (see above): it fails for at most 1 - `level` of all
-    calibration sets that could have been drawn. With `level=None` the share is kept on the given data only, and a
-    larger one must be expected on new data.
+    calibration sets that could have been drawn. It is for one rule: the best of several rules that were chosen on the
+    same data, with other scores or networks, fails more often. With `level=None` the share is kept on the given data
+    only, and a larger one must be expected on new data.
 
     Args:
         predictions: `bsam.Predictions` with one label per example, or the tuple (log_probs, labels). Neither training

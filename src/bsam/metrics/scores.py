@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from bsam.metrics.inputs import ClassPredictions, unpacked
+from bsam.metrics.inputs import ClassPredictions, check_normalised, unpacked
 
 __all__ = ["Score", "doubt"]
 
@@ -34,7 +34,7 @@ def doubt(predictions: ClassPredictions, score: Score = "confidence") -> Tensor:
 
     Args:
         predictions: `bsam.Predictions`, or another object with `.log_probs` (n, ..., K), or the tuple (log_probs,
-            labels). The labels are not used.
+            labels). The labels are not used. The score is NaN where log_probs is NaN, as at padded positions.
         score: `"confidence"`, `"entropy"`, `"mutual_information"` or `"energy"`; see above.
 
     Examples:
@@ -46,7 +46,10 @@ def doubt(predictions: ClassPredictions, score: Score = "confidence") -> Tensor:
     log_probs, _ = unpacked(predictions)
     if not isinstance(log_probs, Tensor):
         raise TypeError(f"log_probs must be a tensor, got {type(log_probs).__name__}")
+    if log_probs.ndim < 2 or log_probs.shape[-1] < 2:
+        raise ValueError(f"log_probs must have shape (n, ..., K) with K >= 2 classes, got {tuple(log_probs.shape)}")
     log_p = log_probs.detach().cpu().double()
+    check_normalised(log_p.flatten(0, -2), lambda i: f"row {i}")  # probabilities or logits would be taken for no doubt
     if score == "confidence":
         return -torch.expm1(log_p.max(dim=-1).values)
     if score == "entropy":

@@ -223,10 +223,6 @@ class DiagonalGaussian(Posterior):
             )
         if not self.sampled_names:
             raise ValueError("no weight is sampled: there is no signal-to-noise ratio to prune by.")
-        if any(map(is_sharded, self.mean.values())):
-            raise ValueError(
-                "the weights are sharded, and pruning compares all of them: save, load in one process, prune."
-            )
         found = [self._sampled_elements(name) for name in self.sampled_names]
         scores = torch.cat([(mu.abs() / sigma if by == "signal_to_noise" else mu.abs()).cpu() for mu, sigma in found])
         order = scores.argsort(descending=True, stable=True)

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, NoReturn, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -48,7 +49,8 @@ class Mixture(Posterior):
     Args:
         parts: The posteriors, of any kind, on one device. The parts of a part that is a mixture become parts of this
             one.
-        weights: The probabilities of the parts, > 0; they are divided by their sum. By default all are equal.
+        weights: The probabilities of the parts, > 0, as numbers, an array or a tensor; they are divided by their sum.
+            By default all are equal.
 
     Examples:
         >>> runs = [nn.Linear(4, 3) for seed in range(5)]
@@ -59,7 +61,11 @@ class Mixture(Posterior):
 
     kind: ClassVar[str] = "mixture"
 
-    def __init__(self, parts: Iterable[Posterior], weights: Sequence[float] | None = None) -> None:
+    def __init__(
+        self, parts: Iterable[Posterior], weights: Iterable[float] | Tensor | np.ndarray | None = None
+    ) -> None:
+        if not isinstance(parts, Iterable):
+            raise TypeError(f"parts is of type {type(parts).__name__}: write Mixture([posterior, ...]).")
         given = list(parts)
         for i, part in enumerate(given):
             if Posterior not in type(part).__mro__:  # a protocol cannot be asked by isinstance
@@ -250,16 +256,20 @@ class Mixture(Posterior):
         return f"Mixture({len(kinds)} parts of {self.num_parameters} parameters: {said})"
 
 
-def _checked_weights(weights: Sequence[float] | None, num_parts: int) -> list[float]:
+def _checked_weights(weights: Iterable[float] | Tensor | np.ndarray | None, num_parts: int) -> list[float]:
     """Return weights that sum to 1."""
     if weights is None:
         return [1 / num_parts] * num_parts
-    found = list(weights)
+    listed = weights.tolist() if isinstance(weights, Tensor | np.ndarray) else weights
+    if not isinstance(listed, Iterable):
+        raise TypeError(f"weights={weights!r} must be a list of numbers, one per part, or None.")
+    found = list(listed)
     if len(found) != num_parts:
         raise ValueError(f"weights has {len(found)} numbers for {num_parts} parts: give one per part, or None.")
     for i, weight in enumerate(found):
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        if isinstance(weight, bool) or not isinstance(weight, int | float | np.number) or not 0 < weight < math.inf:
             raise ValueError(f"weights[{i}]={weight!r} must be a finite number > 0. Leave out parts without weight.")
+    found = [float(weight) for weight in found]
     total = math.fsum(found)
     return found if abs(total - 1) < 1e-12 else [weight / total for weight in found]  # files keep them exactly
 

@@ -124,6 +124,11 @@ def sensitivity(
 
         def columns_of(inputs: Any, labels: Any) -> dict[str, Tensor | None]:
             f, V = outputs(inputs, likelihood)
+            if not bool(f.isfinite().all() & V.isfinite().all()):
+                raise ValueError(
+                    "the outputs and their variances must be finite; look for inf or NaN in the inputs, and whether "
+                    "training diverged."
+                )
             changes = _changes(likelihood, f, V, _checked_labels(likelihood, labels, f), noise_std)
             return {name: one_output(column[None])[0].cpu() for name, column in changes.items()}
 

@@ -33,12 +33,21 @@ def read_answers(known: Dataset, folder: Path | None) -> Tensor:
         )
     try:
         counts = np.load(path, allow_pickle=False)
-    except ValueError as error:
-        raise ValueError(f"{path} is not an array of numbers: {error}. Copy it again.") from error
+    except (ValueError, EOFError):  # NumPy's own sentence advises to load the file unsafely
+        counts = None
+    if not isinstance(counts, np.ndarray) or counts.dtype.kind not in "iuf":
+        raise ValueError(f"{path} is not an array of numbers: it is damaged, or another file. Copy it again.")
     labels = known.test[1].cpu().numpy()
     shape = (len(labels), known.num_classes)
-    if counts.shape != shape or not (counts >= 0).all() or not (counts.sum(axis=1) > 0).all():
-        raise ValueError(f"{path} must have {shape} counts >= 0, with an answer in each row, got {counts.shape}.")
+    if counts.shape != shape:
+        raise ValueError(f"{path} must have counts of the shape {shape}, got {counts.shape}. Copy it again.")
+    total = counts.sum(axis=1)
+    wrong = (~((counts >= 0).all(axis=1) & (total > 0) & np.isfinite(total))).nonzero()[0]
+    if len(wrong):
+        raise ValueError(
+            f"{path} must have counts >= 0 with an answer in each row, got {counts[wrong[0]].tolist()} in row "
+            f"{wrong[0]}. Copy it again."
+        )
     agreement = float((counts.argmax(axis=1) == labels).mean())
     if agreement < _AGREEMENT:
         raise ValueError(
