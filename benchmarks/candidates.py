@@ -10,6 +10,7 @@ part of the package.
 | `unbiased` | the curvature N s e g of Stein's identity, with IVON's correction, in the place of sqrt(N s) |g| |
 | `first_clipped` | gradients are clipped in the first 100 steps only |
 | `limited_vectors` | noise of biases and norms is at most 0.1; `max_noise` limits that of matrices only |
+| `scaled_vectors` | noise of biases and norms is limited as that of matrices, by their own root mean square |
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import torch
 from torch import Tensor
 
 import bsam
+from bsam.optim.bsam import limited
 from bsam.optim.probing import Gradients, Slot, Tally
 
-__all__ = ["CANDIDATES", "Debiased", "EmpiricalBayes", "FirstClipped", "LimitedVectors", "Unbiased"]
+__all__ = ["CANDIDATES", "Debiased", "EmpiricalBayes", "FirstClipped", "LimitedVectors", "ScaledVectors", "Unbiased"]
 
 
 class Debiased(bsam.BSAM):
@@ -69,6 +71,17 @@ class LimitedVectors(bsam.BSAM):
     def _posterior_precision(self, slot: Slot) -> Tensor:
         s = super()._posterior_precision(slot)
         return s if slot.parameter.dim() > 1 else s + 1 / (self.effective_num_data * 0.1**2)
+
+
+class ScaledVectors(bsam.BSAM):
+    """`max_noise` for vectors, too: one that starts at 0 has no noise until it has moved."""
+
+    def _posterior_precision(self, slot: Slot) -> Tensor:
+        s, r = super()._posterior_precision(slot), self.param_groups[0]["max_noise"]
+        if slot.parameter.dim() > 1:
+            return s
+        inverse = slot.mean.square().mean().clamp_min(1e-12).reciprocal()
+        return limited(s, inverse, self.effective_num_data, r)
 
 
 @dataclass
@@ -122,4 +135,5 @@ CANDIDATES: dict[str, type[bsam.BSAM]] = {
     "unbiased": Unbiased,
     "first_clipped": FirstClipped,
     "limited_vectors": LimitedVectors,
+    "scaled_vectors": ScaledVectors,
 }
