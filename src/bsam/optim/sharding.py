@@ -69,8 +69,8 @@ def agreed_weight(trained: Sequence[Tensor], weight: float, size: int, splits: i
     if not (same_splits and same_seed):
         name, value = ("seed", seed) if same_splits else ("splits", splits)
         raise ValueError(
-            f"the ranks have optimizers with different {name}, this one {name}={value}: give the optimizers of all ranks "
-            "the same options."
+            f"the ranks have optimizers with different {name}, this one {name}={value}: give the optimizers of all "
+            "ranks the same options."
         )
     if splits > 1 and not same_size:
         raise ValueError(

@@ -68,7 +68,7 @@ def cluster(nodes):
 def noted(tasks, report, *, folder, storage=None, killed=()):
     """Train slowly, and note for each attempt its process, its node, and where it begins.
 
-    The first attempt of a run in `killed` hardly moves after its middle, so that it is killed or stopped before its end.
+    The first attempt of a run in `killed` hardly moves after its middle, so that it is stopped before its end.
     """
     name = f"{tasks[0].config.method}{tasks[0].seed}"
     notes = folder / "notes" / name
