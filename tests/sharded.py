@@ -501,6 +501,9 @@ def refusals(ranks):
     found["scaler"] = said(lambda: optimizer.probe(loss_of(model), *data(0), scaler=scaler))
     sizes = [t[: 4 + ranks.rank % 2] for t in data(0)]
     found["sizes"] = said(lambda: optimizer.step(loss_of(model), *sizes))
+    for name in ("seed", "splits"):
+        other = make("BSAM", model, **{name: 1 + ranks.rank % 2})
+        found[f"other {name}"] = said(lambda: other.step(loss_of(model), *data(0)))  # noqa: B023
     model.set_requires_gradient_sync(False)
     found["sync"] = said(lambda: optimizer.step(loss_of(model), *data(0)))
     model.set_requires_gradient_sync(True)

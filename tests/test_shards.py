@@ -246,6 +246,8 @@ REFUSED = {
     "predict": "load it with bsam.load_posterior",
     "scaler": "use bfloat16 without a scaler",
     "sizes": "splits=2 all ranks must have the same number of examples",
+    "other seed": "the ranks have optimizers with different seed, this one seed=[12]: give the optimizers of all ranks",
+    "other splits": "the ranks have optimizers with different splits, this one splits=[12]",
     "sync": "set_requires_gradient_sync.*leave it out",
     "not sharded": "is not sharded, but other parameters are",
     "ddp": "DistributedDataParallel does not go with a sharded model",

@@ -83,12 +83,6 @@ def _paper() -> dict[str, tuple[str, Values]]:
             row = f"{METHODS[method].title}, m = {splits}"
             title = f"The paper's table 5 (m-sharpness), {row}; settings: table 7, CIFAR-100."
             presets[f"table5/cifar100/{method}-{splits}"] = title, values
-    # The paper prints N delta = 10 and 2 for the augmented runs, the authors' later code has four times as much.
-    for name in ("cifar10", "cifar100", "cifar10-resnet18", "cifar100-resnet18"):
-        title, values = presets[f"table2/{name}/bsam"]
-        title = f"{title[:-1]}, with 4 N delta, as in the authors' later code."
-        values = {**values, "prior_precision": 4 * values["prior_precision"]}
-        presets[f"table2/{name}/bsam-prior-x4"] = title, values
     return presets
 
 

@@ -44,7 +44,10 @@ _OF_A_RECORD: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "scale/memory": (scale.memory_markdown, "benchmarks/scale.py"),
     **{name: (study_markdown, f"bsam {name.replace('_', ' ')}") for name in _STUDIES},
     **{name: (tuning_markdown, f"bsam {name.replace('tuning_', 'tune ')}") for name in _TUNINGS},
-    "tuning_sqrt_num_data": (tuning_markdown, "bsam tune benchmarks/sqrt_num_data.toml"),
+    **{
+        f"tuning_{name}": (tuning_markdown, f"bsam tune benchmarks/{name}.toml")
+        for name in ("sqrt_num_data", "prior_cifar10", "prior_cifar100", "sample_cifar10", "sample_cifar100")
+    },
     **{
         f"out_of_the_box{part}{what}": (markdown, "benchmarks/out_of_the_box.py")
         for part in ("", "_choosing", "_few", "_few_choosing", "_few_damping", "_many", "_many_splits", "_new")

@@ -226,6 +226,14 @@ def test_tiny_runs_have_no_difference_from_the_paper(tmp_path):
     assert (cell.difference, cell.mark) == (None, "reduced")
 
 
+def test_a_metric_that_one_seed_alone_has_is_not_tested(tmp_path):
+    """The AUROC of a run without a right prediction, or without a wrong one, is not defined."""
+    write_seeds(tmp_path, (0.9, 0.91, 0.92), "auroc", name="table6/mnist/bsam")
+    write_seeds(tmp_path, (0.95, None, None), "auroc")
+    cell = cell_of(tmp_path, "auroc")
+    assert (cell.mean, cell.sd, cell.mark, cell.best) == (0.95, None, "reduced", False)
+
+
 @pytest.mark.parametrize("undefined", [math.nan, None])
 def test_a_metric_that_is_not_defined_is_open(undefined, tmp_path):
     write_seeds(tmp_path, [undefined] * 5, "auroc")

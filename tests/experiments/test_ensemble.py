@@ -82,6 +82,9 @@ def test_runs_that_end_together_leave_the_record_of_their_ensemble(tmp_path):
         (tmp_path / f"runs/sgd/seed{seed}/predictions-test-32.safetensors").unlink()
     execute(tasks(tmp_path, [3, 4]), lambda share: None, device="cpu")
     assert read_json(path)["members"] == 5  # the larger one stays
+    path.unlink()
+    execute(tasks(tmp_path, [0, 1, 2, 3, 4]), lambda share: None, device="cpu")
+    assert read_json(path)["members"] == 5  # lost predictions are made again
 
 
 def test_an_ensemble_is_a_row_that_is_not_judged(tmp_path):

@@ -57,7 +57,7 @@ Mark = Literal["equal", "better", "worse", "open", "reduced", "not run"]
 MARKS: tuple[Mark, ...] = get_args(Mark)
 HIGHER_IS_BETTER = {"accuracy": True, "nll": False, "ece": False, "auroc": True}
 TESTED_SEEDS = 3
-"""Rows with fewer seeds are neither judged nor bold."""
+"""Rows with fewer seeds are neither judged nor bold, and so are cells that are defined for fewer."""
 SEEDS: dict[Scale, int] = {"full": PAPER_SEEDS, "reduced": 2, "tiny": 2}
 """Default number of seeds per scale."""
 
@@ -288,7 +288,7 @@ def best_marked(rows: list[Row]) -> tuple[Row, ...]:
         tested = [
             i
             for i, row in enumerate(rows)
-            if row.scale == fullest and row.seeds >= TESTED_SEEDS and not _is_nan(cells[i][column])
+            if row.scale == fullest and len(cells[i][column].values) >= TESTED_SEEDS and not _is_nan(cells[i][column])
         ]
         if not tested:
             continue

@@ -36,6 +36,8 @@ class Recorded:
     device: str
     suites: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """Numbers of suites, by suite and number of samples."""
+    processes: int = 1
+    """The most processes that trained on the device at a time."""
 
 
 @cache
@@ -70,7 +72,8 @@ def read_record(path: Path) -> Recorded:
         test = content["evaluations"].get("test", {})
         device = content["environment"]["device"]
         seed, seconds, suites = content["seed"], content["seconds"], content.get("suites", {})
-        return Recorded(path, name, seed, scale, config, seconds, test, device, suites)
+        processes = content.get("engine", {}).get("processes_on_device", 1)
+        return Recorded(path, name, seed, scale, config, seconds, test, device, suites, processes)
     except KeyError as error:
         raise ValueError(f"{path} is not a run's record: {error} is missing. Remove it.") from error
     except (AttributeError, TypeError, ValueError) as error:

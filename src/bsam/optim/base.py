@@ -303,11 +303,14 @@ class ProbingOptimizer(DiagnosingOptimizer):
 
     def _weight(self, weight: float | Tensor | None, parts: Parts) -> float:
         """Return the weight of a micro-batch in the averages: as it is given, or its number of examples."""
-        sizes = [size for _, size in parts]
+        examples = sum(size for _, size in parts)
         if weight is not None:
             options.positive("weight", weight, "It is the number of terms in the mean loss of the micro-batch.")
-        number = float(sum(sizes) if weight is None else weight)
-        return agreed_weight(self._trained(), number, sizes, self._option("splits")) if self._sharded else number
+        number = float(examples if weight is None else weight)
+        if not self._sharded:
+            return number
+        seed = self.param_groups[0].get("seed", 0)  # SAM draws no noise
+        return agreed_weight(self._trained(), number, examples, self._option("splits"), seed)
 
     @contextlib.contextmanager
     def _whole_or_nothing(self, slots: list[Slot]) -> Iterator[BufferSnapshot]:

@@ -46,27 +46,36 @@ def check_sharding(optimizer: SplittingOptimizer, trained: Sequence[Tensor]) -> 
     return True
 
 
-def agreed_weight(trained: Sequence[Tensor], weight: float, sizes: list[int], splits: int) -> float:
-    """Return the mean weight of a micro-batch over the ranks; raise if their parts have different sizes.
+def agreed_weight(trained: Sequence[Tensor], weight: float, size: int, splits: int, seed: int) -> float:
+    """Return the mean weight of a micro-batch over the ranks; raise if the ranks do not fit each other.
 
-    With different weights the averages of one rank's elements would not be those of another's.
+    With different weights the averages of one rank's elements would not be those of another's. With different seeds
+    replicas would move apart.
 
     Args:
         trained: The parameters, which are sharded.
         weight: The weight on this rank.
-        sizes: The number of examples of each part on this rank.
+        size: The number of examples on this rank.
         splits: The number of parts that the optimizer asks for.
+        seed: The seed of the optimizer.
     """
     found = shards.position(trained)
     assert found is not None
     world = found[1]
-    own = torch.tensor(sizes + [0] * (splits - len(sizes)), dtype=torch.float64)
+    own = torch.tensor([size, splits, seed % 2**20], dtype=torch.float64)  # their squares and sums are exact
     total, first, second = torch.tensor(weight, dtype=torch.float64), own.clone(), own.square()
     shards.sum_everywhere([total, first, second], trained)
-    if splits > 1 and not torch.equal(world * second, first.square()):  # equal if and only if all sizes are
+    same_size, same_splits, same_seed = (world * second == first.square()).tolist()  # if and only if all are equal
+    if not (same_splits and same_seed):
+        name, value = ("seed", seed) if same_splits else ("splits", splits)
         raise ValueError(
-            f"the ranks have batches of different sizes, this one {sum(sizes)} examples in {len(sizes)} parts: with a "
-            f"sharded model and splits={splits} all ranks must have the same number of examples."
+            f"the ranks have optimizers with different {name}, this one {name}={value}: give the optimizers of all "
+            "ranks the same options."
+        )
+    if splits > 1 and not same_size:
+        raise ValueError(
+            f"the ranks have batches of different sizes, this one {size} examples: with a sharded model and "
+            f"splits={splits} all ranks must have the same number of examples."
         )
     return float(total) / world
 

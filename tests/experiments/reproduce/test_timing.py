@@ -1,5 +1,6 @@
 """Estimates: where they come from, and what they count."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from bsam.experiments.data import load
 from bsam.experiments.paper.presets import preset
+from bsam.experiments.record import read_json
 from bsam.experiments.reproduce import timing
 from bsam.experiments.reproduce.plan import Places, make_plan, wanted_by_table
 from bsam.experiments.reproduce.scales import scaled
@@ -65,6 +67,15 @@ def test_records_of_the_same_device_go_before_a_timed_gradient(tmp_path, monkeyp
         write_record(tmp_path, "table6/mnist/sgd", seed, device="CPU, x86_64, 64 cores")  # seconds: 10 + seed
     found = estimate(tasks, read_records(tmp_path), CPU)["table6/mnist/sgd"]
     assert found == Estimate(11.5, "records")
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("NVIDIA H200", 4.0), ("CPU, x86_64, 64 cores", 12.0)])
+def test_processes_that_share_a_gpu_take_turns(tmp_path, monkeypatch, device, seconds):
+    path = write_record(tmp_path, "table6/mnist/sgd", 2, device=device)
+    path.write_text(json.dumps({**read_json(path), "engine": {"processes_on_device": 3}}))
+    monkeypatch.setattr(timing, "environment", lambda found: {"device": device})
+    tasks = plan_of(tmp_path, "sgd")
+    assert estimate(tasks, read_records(tmp_path), CPU)["table6/mnist/sgd"] == Estimate(seconds, "records")
 
 
 def test_on_a_gpu_a_run_takes_as_long_as_a_similar_one_by_its_work(tmp_path, monkeypatch):

@@ -118,9 +118,13 @@ def _train(
 
 
 def _evaluate(task: Task, **options: Any) -> None:
-    """Make missing evaluations and suites, and copy the record to the folder of records."""
+    """Make missing evaluations and suites, and copy the record to the folder of records.
+
+    Predictions that are lost, say with the machine that made them, are made again: the ensemble needs them.
+    """
     run_record = task.folder / "record.json"
-    done = read_json(run_record)["evaluations"].get(task.part, {})
+    recorded = read_json(run_record)["evaluations"].get(task.part, {})
+    done = {name for name in recorded if (task.folder / f"predictions-{task.part}-{name}.safetensors").is_file()}
     for temperature in (None, *task.temperatures):
         counts = [count for count, at in task.evaluations if at == temperature]
         missing = [count for count in counts if evaluation_name(count, temperature, task.config) not in done]

@@ -53,7 +53,7 @@ def estimate(tasks: Iterable[Task], records: Sequence[Recorded], device: torch.d
     estimates = {}
     for task in {task.name: task for task in tasks}.values():
         config = task.config
-        if same := [run.seconds for run in on_this if run.config == config]:
+        if same := [_seconds(run) for run in on_this if run.config == config]:
             estimates[task.name] = Estimate(statistics.fmean(same), "records")
         elif device.type == "cpu":
             gradients = num_steps(config) * config.batch_size * METHODS[config.method].gradients
@@ -90,7 +90,12 @@ def _by_similar(config: Config, known: Sequence[Recorded]) -> float:
 
     best = max(similarity(run.config) for run in known)
     alike = [run for run in known if similarity(run.config) == best]
-    return work(config) * statistics.median(run.seconds / work(run.config) for run in alike)
+    return work(config) * statistics.median(_seconds(run) / work(run.config) for run in alike)
+
+
+def _seconds(run: Recorded) -> float:
+    """Return the seconds of a recorded run alone on its device: processes that share a GPU take turns."""
+    return run.seconds if _kind(run.device) == "CPU" else run.seconds / run.processes
 
 
 def _kind(device: str) -> str:
