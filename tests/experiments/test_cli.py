@@ -1,9 +1,12 @@
 """The entry point: errors and warnings are one sentence."""
 
+import inspect
+import re
 import subprocess
 import sys
 
 from bsam import __version__
+from bsam.experiments.commands import app
 from bsam.experiments.reproduce.studies import ABLATIONS
 from bsam.experiments.reproduce.tuning import TUNINGS
 
@@ -54,6 +57,16 @@ print(sorted({"torch", "matplotlib", "scipy", "sklearn"} & set(sys.modules)))
     shown = " ".join(done.stdout.split())
     assert all(name in shown for name in ABLATIONS)  # their names are written out in the help
     assert all(name in shown for name in TUNINGS)
+
+
+def test_no_line_of_a_help_is_broken_again_in_a_terminal_of_80_columns():
+    """Lines of a paragraph keep their breaks, so a line that is too long would leave a word or two alone below it."""
+    long = []
+    for command in app.registered_commands:
+        for paragraph in inspect.getdoc(command.callback).split("\n\n"):
+            lines = re.sub(r"\[/?bold\]", "", paragraph).split("\n")
+            long += [line for line in lines if len(lines) > 1 and len(line) > 78]
+    assert long == []
 
 
 def test_without_the_extra_the_command_says_what_to_install():

@@ -488,8 +488,8 @@ def report(
 ) -> None:
     """Write one page of all results: tables, diagrams, curves and figures.
 
-    Nothing is run. The page shows the records of runs, and the records beside them
-    of sweeps, ablations, the demo and the theory's numbers. Example:
+    Nothing is run. The page shows the records of runs, and the records beside
+    them of sweeps, ablations, the demo and the theory's numbers. Example:
 
     [bold]bsam report --records results/runs --out report/paper.html[/bold]
     """
