@@ -6,7 +6,7 @@ $\Sigma = \mathrm{diag}(1/b)$,
 ```math
 \begin{aligned}
 -f^{**}(\mu) = \min_{m, b} & \left[ \sup_\epsilon \ell(m + \epsilon) - \frac12 \sum_j b_j \epsilon_j^2 \right] \\
-& + \frac12 \sum_j b_j (\omega_j - m_j)^2 + \frac12 \sum_j \frac{b_j}{s_j}
+& {} + \frac12 \sum_j b_j (\omega_j - m_j)^2 + \frac12 \sum_j \frac{b_j}{s_j}
 \end{aligned}
 \tag{20}
 ```

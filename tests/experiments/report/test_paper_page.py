@@ -408,7 +408,8 @@ def test_the_numbers_of_a_row_are_level_also_in_a_narrow_window(open_page, width
     window = open_page(width)
     uneven = window.evaluate(
         """() => [...document.querySelectorAll("table.sortable tbody tr")].filter((row) => {
-          const tops = (kind) => [...row.querySelectorAll(`td ${kind}`)].map((part) => part.getBoundingClientRect().top);
+          const top = (part) => part.getBoundingClientRect().top;
+          const tops = (kind) => [...row.querySelectorAll(`td ${kind}`)].map(top);
           return [".paper", ".mark"].some((kind) => new Set(tops(kind)).size > 1);
         }).map((row) => row.innerText)"""
     )

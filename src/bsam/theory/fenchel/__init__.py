@@ -31,7 +31,7 @@ a linear program, and the unknown of its dual is a distribution $w$ over $\theta
 
 ```math
 \begin{aligned}
--f^{**}(\mu) & = \sup_w \mathbb E_w [\ell(\theta)], \\
+-f^{**}(\mu) & = \sup_w \, \mathbb E_w [\ell(\theta)], \\
 & \phantom{=} \; w \text{ any distribution with } \mathbb E_w [T(\theta)] = \mu
 \end{aligned}
 ```
