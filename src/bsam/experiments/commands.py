@@ -437,7 +437,9 @@ def figure(
                 MOVING[key].write(path)
             else:
                 figures.draw(key, path)
+            status.stop()  # else the name is written behind the line of the status, which stays
             console.print(f"{path}", highlight=False)
+            status.start()
 
 
 @app.command()
