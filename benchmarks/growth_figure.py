@@ -147,7 +147,7 @@ def finish(axes: Axes, x: str, y: str, name: Callable[[float], str] = "{:g}".for
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.set_yticks([], minor=True)
     first, last = ticks[0], ticks[-1]
-    axes.set_xlim(first / (last / first) ** 0.18, last * (last / first) ** 0.05)  # room on the left for a number
+    axes.set_xlim(first / (last / first) ** 0.32, last * (last / first) ** 0.05)  # room on the left for a number
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:

@@ -17,6 +17,8 @@ OWN_SCROLL = """() => [...document.querySelectorAll(".equation .scroll")].filter
   return math.width > box.clientWidth + 1 && box.scrollWidth <= box.clientWidth;
 }).map((box) => box.textContent)"""
 """Equations that are cut off: wider than their box, which does not scroll."""
+SCROLLS = """(kind) => [...document.querySelectorAll(kind)].filter((box) => box.scrollWidth > box.clientWidth)
+  .map((box) => box.innerText)"""
 CONTRASTS = """() => {
   const rgba = (colour) => { const [r, g, b, a = 1] = colour.match(/[\\d.]+/g).map(Number); return [r, g, b, a]; };
   const over = ([r, g, b, a], [x, y, z]) => [r, g, b].map((v, i) => a * v + (1 - a) * [x, y, z][i]);
@@ -100,6 +102,17 @@ def site(tmp_path_factory, browser):
 
 def pages(site):
     return sorted(path for path in site.rglob("*.html") if path.name != "404.html")
+
+
+def test_code_and_tables_fit_a_wide_window_and_equations_a_narrow_one(site, browser):
+    """Scrolling sideways is for what cannot be made shorter."""
+    wrong = []
+    for path in pages(site):
+        with opened(browser, path) as window:
+            for width, kind in ((1400, "article pre > code, .md-typeset__scrollwrap"), (400, ".equation .scroll")):
+                window.set_viewport_size({"width": width, "height": 900})
+                wrong += [(path.name, width, each) for each in window.evaluate(SCROLLS, kind)]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

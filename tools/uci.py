@@ -42,7 +42,7 @@ def _cell(cell: dict[str, Any], limit: float, sign: int) -> str:
         return "diverged"
     mean, error = cell["mean"], cell["se"] or 0.0
     digits = max(0, min(4, 2 - _exponent(mean)), -_exponent(error))  # at least one of the error
-    text = f"{mean:.{digits}f} ± {error:.{digits}f}"
+    text = f"{mean:.{digits}f}<br>± {error:.{digits}f}"  # in two lines, or some cells would wrap and others not
     return f"**{text}**" if sign * cell["mean"] <= limit else text
 
 

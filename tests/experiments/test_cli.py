@@ -1,9 +1,15 @@
 """The entry point: errors and warnings are one sentence."""
 
+import contextlib
+import inspect
+import os
+import pty
+import re
 import subprocess
 import sys
 
 from bsam import __version__
+from bsam.experiments.commands import app
 from bsam.experiments.reproduce.studies import ABLATIONS
 from bsam.experiments.reproduce.tuning import TUNINGS
 
@@ -54,6 +60,34 @@ print(sorted({"torch", "matplotlib", "scipy", "sklearn"} & set(sys.modules)))
     shown = " ".join(done.stdout.split())
     assert all(name in shown for name in ABLATIONS)  # their names are written out in the help
     assert all(name in shown for name in TUNINGS)
+
+
+def test_no_line_of_a_help_is_broken_again_in_a_terminal_of_80_columns():
+    """Lines of a paragraph keep their breaks, so a line that is too long would leave a word or two alone below it."""
+    long = []
+    for command in app.registered_commands:
+        for paragraph in inspect.getdoc(command.callback).split("\n\n"):
+            lines = re.sub(r"\[/?bold\]", "", paragraph).split("\n")
+            long += [line for line in lines if len(lines) > 1 and len(line) > 78]
+    assert long == []
+
+
+def test_names_of_files_do_not_stand_behind_the_line_that_moves(tmp_path):
+    """In a terminal the line is erased before a name is written."""
+    ours, theirs = pty.openpty()
+    code = "from bsam.experiments.cli import main; main()"
+    command = [sys.executable, "-c", code, "figure", "sam-vs-bayes", "--out", tmp_path / "a.svg"]
+    terminal = {**os.environ, "TERM": "xterm", "COLUMNS": "400"}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=terminal) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # the end, when the process has closed its side
+            while part := os.read(ours, 4096):
+                shown += part
+    os.close(ours)
+    assert process.returncode == 0
+    pieces = re.split(r"\r|\n|\x1b\[[0-9;?]*[A-Za-z]", shown.decode())
+    assert str(tmp_path / "a.svg") in pieces
 
 
 def test_without_the_extra_the_command_says_what_to_install():

@@ -95,3 +95,9 @@ def test_what_is_no_record_is_named(tmp_path, text):
 def test_records_from_before_there_were_checksums_are_read(tmp_path):
     (tmp_path / "record.json").write_text('{"seed": 0}')
     assert read_json(tmp_path / "record.json") == {"seed": 0}
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "1 thread"), (2, "2 threads")])
+def test_one_thread_is_no_threads(monkeypatch, count, words):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+    assert environment(torch.device("cpu"))["device"].endswith(f", {words}")

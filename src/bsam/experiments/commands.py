@@ -437,7 +437,9 @@ def figure(
                 MOVING[key].write(path)
             else:
                 figures.draw(key, path)
+            status.stop()  # else the name is written behind the line of the status, which stays
             console.print(f"{path}", highlight=False)
+            status.start()
 
 
 @app.command()
@@ -488,8 +490,8 @@ def report(
 ) -> None:
     """Write one page of all results: tables, diagrams, curves and figures.
 
-    Nothing is run. The page shows the records of runs, and the records beside them
-    of sweeps, ablations, the demo and the theory's numbers. Example:
+    Nothing is run. The page shows the records of runs, and the records beside
+    them of sweeps, ablations, the demo and the theory's numbers. Example:
 
     [bold]bsam report --records results/runs --out report/paper.html[/bold]
     """

@@ -190,13 +190,13 @@ class Map:
     points: Tensor
     labels: Tensor
 
-    def certain_far_away(self, probability: float = CERTAIN) -> float:
-        """Return the share of the map outside the data's bounding box where a class has more than `probability`."""
+    def certain_far_away(self) -> float:
+        """Return the share of the map outside the data's bounding box where the prediction is certain."""
         low, high = self.points.min(0).values - 0.5, self.points.max(0).values + 0.5
         y, x = torch.meshgrid(self.y, self.x, indexing="ij")
         outside = (x < low[0]) | (x > high[0]) | (y < low[1]) | (y > high[1])
         p = self.probability[outside]
-        return float((torch.maximum(p, 1 - p) > probability).double().mean())
+        return float((torch.maximum(p, 1 - p) > CERTAIN).double().mean())
 
 
 def moons(demo: Demo, advance: Advance = _no_progress, *, seed: int = 0) -> dict[str, Map]:

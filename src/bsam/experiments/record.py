@@ -39,7 +39,8 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         "packages": {name: found for name in _PACKAGES if (found := _version(name))},
     }
     if device is None or device.type != "cuda":
-        cpu = f"CPU, {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        cpu = f"CPU, {platform.machine()}, {os.cpu_count()} cores, {threads} {'thread' if threads == 1 else 'threads'}"
         return {**known, "device": cpu}
     return {
         **known,

@@ -151,7 +151,8 @@ def calibrate(
         >>> from bsam.posterior import DiagonalGaussian
         >>> model, x = nn.Linear(1, 1, bias=False), torch.ones(100, 1)
         >>> posterior = DiagonalGaussian({"weight": torch.zeros(1, 1)}, {"weight": torch.full((1, 1), 8.0)})
-        >>> calibration = calibrate(model, posterior, (x, x), likelihood="gaussian", noise_std=0.1, num_samples=256)
+        >>> options = {"likelihood": "gaussian", "noise_std": 0.1, "num_samples": 256}
+        >>> calibration = calibrate(model, posterior, (x, x), **options)
         >>> calibration.temperature < 1 and calibration.nll < calibration.nll_before
         True
     """

@@ -108,7 +108,8 @@ def sensitivity(
     Examples:
         >>> model = nn.Linear(4, 3)
         >>> x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
-        >>> posterior = DiagonalGaussian.from_model(model, {p: torch.full_like(p, 0.1) for p in model.parameters()})
+        >>> std = {p: torch.full_like(p, 0.1) for p in model.parameters()}
+        >>> posterior = DiagonalGaussian.from_model(model, std)
         >>> len(sensitivity(model, posterior, (x, y)).ranking())
         5
     """

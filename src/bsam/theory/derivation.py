@@ -4,8 +4,11 @@ For a diagonal Gaussian $q = \mathcal N(\omega, \mathrm{diag}(1/s))$ the biconju
 $\Sigma = \mathrm{diag}(1/b)$,
 
 ```math
--f^{**}(\mu) = \min_{m, b} \left[ \sup_\epsilon \ell(m + \epsilon) - \frac12 \sum_j b_j \epsilon_j^2 \right]
-  + \frac12 \sum_j b_j (\omega_j - m_j)^2 + \frac12 \sum_j \frac{b_j}{s_j} \tag{20}
+\begin{aligned}
+-f^{**}(\mu) = \min_{m, b} & \left[ \sup_\epsilon \ell(m + \epsilon) - \frac12 \sum_j b_j \epsilon_j^2 \right] \\
+& {} + \frac12 \sum_j b_j (\omega_j - m_j)^2 + \frac12 \sum_j \frac{b_j}{s_j}
+\end{aligned}
+\tag{20}
 ```
 
 and $\nabla f^{**}(\mu) = (b m, -b/2)$ at the optimum. The appendix takes one approximate step per unknown:

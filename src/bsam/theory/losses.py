@@ -202,7 +202,8 @@ def from_torch(
         majorant: See `Loss`.
 
     Examples:
-        >>> loss = from_torch(lambda theta: theta**2 + torch.sin(theta), majorant=Majorant(1.0, curvature=2.0))
+        >>> above = Majorant(1.0, curvature=2.0)
+        >>> loss = from_torch(lambda theta: theta**2 + torch.sin(theta), majorant=above)
         >>> loss.gradient(np.array([0.0]))
         array([1.])
     """

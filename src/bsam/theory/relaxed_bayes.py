@@ -84,7 +84,8 @@ def expected_negative_loss_gradient(
 
     Examples:
         >>> from bsam.theory.losses import quadratic
-        >>> first, second = expected_negative_loss_gradient(quadratic([1.0, 2.0], np.eye(2)), [0.0, 0.0], np.eye(2))
+        >>> loss = quadratic([1.0, 2.0], np.eye(2))
+        >>> first, second = expected_negative_loss_gradient(loss, [0.0, 0.0], np.eye(2))
         >>> first.round(9), second.round(9)
         (array([1., 2.]), array([[-0.5, -0. ],
                [-0. , -0.5]]))

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 from PIL import Image
 
 from bsam.experiments.figures import film
@@ -31,6 +32,15 @@ def test_it_is_a_file_that_moves_and_stops(short, tmp_path, monkeypatch, ending)
     with Image.open(write_film(tmp_path / "new" / f"film{ending}")) as image:
         assert image.n_frames == len(short.steps)
         assert image.info["loop"] == 1
+
+
+def test_certain_means_the_same_as_in_the_other_figures(short, monkeypatch):
+    """The share in the title is that of predictions above the one threshold."""
+    titles = []
+    monkeypatch.setattr(Axes, "set_title", lambda axes, label, **options: titles.append(label))
+    film._frame(short, 0)
+    assert len(titles) == 2
+    assert all("more than 99% certain on " in title for title in titles)
 
 
 def test_other_endings_are_refused(tmp_path):

@@ -144,3 +144,10 @@ def test_a_setting_that_differs_from_the_block_is_said_even_if_it_is_the_default
     changed[IVON]["settings"]["schedule"] = "cosine"
     monkeypatch.setattr(module, "contents", lambda: changed)
     assert ", schedule = " in settings_line(IVON)
+
+
+def test_the_line_about_a_row_names_it_whole():
+    """On FashionMNIST two rows end with the same words."""
+    lines = [settings_line(f"here/fashionmnist/{name}") for name in ("bsam-mean", "bsam-standardised")]
+    assert lines[0].startswith("Rows with “second gradient at the mean” are ours")
+    assert lines[1].startswith("Rows with “standardised, second gradient at the mean” are ours")

@@ -8,7 +8,7 @@ import torch
 
 import bsam
 from bsam.experiments.data import load
-from bsam.experiments.demo import Map
+from bsam.experiments.demo import CERTAIN, Map
 from bsam.experiments.methods import METHODS
 from bsam.experiments.report.demo_page import write_demo_page
 from bsam.experiments.suites.unknown_inputs import unknown_images
@@ -78,6 +78,18 @@ def test_everything_is_there(page):
     assert "What to try next" in page
     assert "91.00" not in page
     assert "90.50 <small>(0.71)</small>" in page
+
+
+def test_certain_means_the_same_as_in_the_figures_of_the_docs(page):
+    assert CERTAIN == 0.99
+    shares = re.findall(r"is more than ([\d.]+%) certain on \d+% of the area far from the points", page)
+    assert shares == ["99%", "99%"]
+
+
+def test_methods_have_their_names_to_the_last_line(page):
+    last = re.findall(r'<p class="soft">(.*?)</p>', page, re.DOTALL)[-1]
+    assert "SAM-SGD 1.5 s, " in last
+    assert "sam-sgd" not in last
 
 
 def test_it_needs_no_network(page):

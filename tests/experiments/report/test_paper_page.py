@@ -193,6 +193,14 @@ def test_what_is_shown_is_in_words(page):
     assert "Not run yet" not in page
 
 
+def test_a_number_below_zero_has_a_minus_and_no_hyphen(page):
+    body = html.unescape(re.sub(r"<(script|style|svg|pre)\b.*?</\1>", "", page, flags=re.DOTALL))
+    words = re.sub(r"<[^>]*>", " ", body).split()
+    assert [word for word in words if re.match(r"[([]?-\.?\d", word)] == []
+    assert "−3.7" in words  # a number of the theory
+    assert "e-13" in " ".join(words)  # the sign of an exponent is a part of the number
+
+
 def test_smaller_runs_are_labelled(page):
     assert "<strong>Reduced: 10 of 75 epochs and 2 of 5 seeds.</strong>" in html.unescape(page)
     assert "<strong>Reduced: 2 of 5 seeds.</strong>" in page
@@ -393,6 +401,21 @@ def open_page(browser, path):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_it_looks_right(browser, path, width, scheme):
     check_page(browser, path, width, scheme)
+
+
+@pytest.mark.parametrize("width", [400, 600])
+def test_the_numbers_of_a_row_are_level_also_in_a_narrow_window(open_page, width):
+    window = open_page(width)
+    uneven = window.evaluate(
+        """() => [...document.querySelectorAll("table.sortable tbody tr")].filter((row) => {
+          const top = (part) => part.getBoundingClientRect().top;
+          const tops = (kind) => [...row.querySelectorAll(`td ${kind}`)].map(top);
+          return [".paper", ".mark"].some((kind) => new Set(tops(kind)).size > 1);
+        }).map((row) => row.innerText)"""
+    )
+    assert uneven == []
+    heads = window.locator("table.sortable:not(.counts) thead th", has_text="accuracy").all()
+    assert {head.evaluate("(head) => getComputedStyle(head).whiteSpace") for head in heads} == {"nowrap"}
 
 
 def test_it_begins_with_pictures(open_page):

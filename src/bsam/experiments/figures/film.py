@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bsam.experiments.config import Config
 from bsam.experiments.data import Dataset, load
-from bsam.experiments.demo import Map, load_demo
+from bsam.experiments.demo import CERTAIN, Map, load_demo
 from bsam.experiments.figures.threads import one_thread
 from bsam.experiments.methods import predict
 from bsam.experiments.style import in_print, new_figure, probability
@@ -102,7 +102,8 @@ def _frame(film: Film, index: int) -> Image.Image:
             found = film.maps[method][index]
             x, y, p = (part.double().numpy() for part in (found.x, found.y, found.probability))
             image = probability(axes, x, y, p, found.points.double().numpy(), found.labels.double().numpy())
-            axes.set_title(f"{title}\n{found.certain_far_away(0.95):.0%} certain\naway from the data")
+            share = f"more than {CERTAIN:.0%} certain on {found.certain_far_away():.0%}"
+            axes.set_title(f"{title}\n{share}\nof the area far from the data", fontsize="small")
             axes.set_xlabel("first feature")
         panels[0].set_ylabel("second feature")
         figure.colorbar(

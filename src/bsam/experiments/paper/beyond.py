@@ -108,9 +108,7 @@ def settings_line(name: str) -> str:
     """Describe a row of ours: the source of its settings, and the settings that other rows of its block do not have."""
     row, config, changed = beyond()[name], preset(name), contents()[name]["settings"]
     if row.like:
-        return (
-            f"Rows with “{row.label.rpartition(', ')[2]}” are ours, beside the paper's numbers: settings {row.about}."
-        )
+        return f"Rows with “{row.label.partition(', ')[2]}” are ours, beside the paper's numbers: settings {row.about}."
     shown = [
         f"{field} = {getattr(config, field)}"
         for field, info in FIELDS.items()

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 import bsam
 from bsam.experiments.config import Config
 from bsam.experiments.data import Dataset
-from bsam.experiments.demo import Map, cells
+from bsam.experiments.demo import CERTAIN, Map, cells
 from bsam.experiments.methods import METHODS
 from bsam.experiments.report.demo_doubt import doubt_lines, draw_risk, draw_strange, find_strange
 from bsam.experiments.report.diagrams import draw_reliability, draw_svg
@@ -71,8 +71,10 @@ def write_demo_page(
             (title, draw_reliability(each, num_bins=10, label=f"Reliability diagram of {title}"))
             for title, each in titled.items()
         ],
-        moons=[(METHODS[m].title, _moons(m, each), f"{each.certain_far_away(0.95):.0%}") for m, each in maps.items()],
+        moons=[(METHODS[m].title, _moons(m, each), f"{each.certain_far_away():.0%}") for m, each in maps.items()],
         settings=[(METHODS[method].title, _settings(result["config"])) for method, result in record["methods"].items()],
+        certain=f"{CERTAIN:.0%}",
+        seconds=[(METHODS[method].title, result["seconds"]) for method, result in record["methods"].items()],
         num_samples=record["methods"]["bsam"]["config"]["num_samples"],
     )
 

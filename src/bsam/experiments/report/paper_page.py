@@ -317,7 +317,7 @@ def _flat(values: dict[str, Any] | list[dict[str, Any]], prefix: str = "") -> It
             yield from _flat(value, f"{full}: ")
         else:
             listed = value if isinstance(value, list) else [value]
-            yield full, ", ".join("not finite" if x is None else f"{x:g}" for x in listed)
+            yield full, ", ".join("not finite" if x is None else f"{x:g}".replace("-", "−", x < 0) for x in listed)
 
 
 def _machine(environment: dict[str, Any]) -> str:

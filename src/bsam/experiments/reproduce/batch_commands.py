@@ -166,8 +166,9 @@ def tune(
 ) -> None:
     """Choose settings on a held-out part of the training data; the test data are not used.
 
-    Trains every setting of a grid, or with --search those that Optuna proposes, and writes one record with all
-    tries and the one with the lowest NLL. After Ctrl-C or a crash the same command goes on. Examples:
+    Trains every setting of a grid, or with --search those that Optuna proposes,
+    and writes one record with all tries and the one with the lowest NLL. After
+    Ctrl-C or a crash the same command goes on. Examples:
 
     [bold]bsam tune cifar10 --data data --jobs 4[/bold]
 

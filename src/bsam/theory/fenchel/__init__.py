@@ -30,7 +30,10 @@ f^{**}(\mu) = \sup_{\lambda'} \; \langle \lambda', \mu \rangle - f^*(\lambda') \
 a linear program, and the unknown of its dual is a distribution $w$ over $\theta$:
 
 ```math
--f^{**}(\mu) = \sup \{ \mathbb E_w [\ell(\theta)] : w \text{ any distribution with } \mathbb E_w [T(\theta)] = \mu \}
+\begin{aligned}
+-f^{**}(\mu) & = \sup_w \, \mathbb E_w [\ell(\theta)], \\
+& \phantom{=} \; w \text{ any distribution with } \mathbb E_w [T(\theta)] = \mu
+\end{aligned}
 ```
 
 Bayes takes the expected loss under one distribution with these moments, the Gaussian. Relaxed Bayes takes it under the

@@ -138,7 +138,8 @@ def conjugate(loss: Loss, natural: Pair, *, resolution: float = 0.02) -> Conjuga
 
     Examples:
         >>> from bsam.theory.losses import quadratic
-        >>> conjugate(quadratic(0.0, 1.0), (2.0, -1.0)).value.item()  # (lambda_1 + b)^2 / (4 (-lambda_2 - a / 2))
+        >>> # (lambda_1 + b)^2 / (4 (-lambda_2 - a / 2))
+        >>> conjugate(quadratic(0.0, 1.0), (2.0, -1.0)).value.item()
         2.0
     """
     lambda_1, S = np.asarray(natural[0], float), -2 * np.asarray(natural[1], float)

@@ -67,7 +67,8 @@ def biconjugate(
         >>> from bsam.theory.fenchel import expected_negative_loss
         >>> from bsam.theory.losses import three_minima
         >>> loss, omega = three_minima(), np.array([-4.0, 0.0])
-        >>> bool((biconjugate(loss, omega, 0.5).value <= expected_negative_loss(loss, omega, 0.5).value).all())
+        >>> f = expected_negative_loss(loss, omega, 0.5).value
+        >>> bool((biconjugate(loss, omega, 0.5).value <= f).all())
         True
     """
     omega, v = np.broadcast_arrays(np.asarray(mean, float), np.asarray(variance, float))
