@@ -9,7 +9,6 @@ part of the package.
 | `empirical_bayes` | the prior's precision is learned: effective parameters / (|omega|^2 + trace of the variances) |
 | `unbiased` | the curvature N s e g of Stein's identity, with IVON's correction, in the place of sqrt(N s) |g| |
 | `first_clipped` | gradients are clipped in the first 100 steps only |
-| `limited_vectors` | noise of biases and norms is at most 0.1; `max_noise` limits that of matrices only |
 | `scaled_vectors` | noise of biases and norms is limited as that of matrices, by their own root mean square |
 """
 
@@ -26,7 +25,7 @@ import bsam
 from bsam.optim.bsam import limited
 from bsam.optim.probing import Gradients, Slot, Tally
 
-__all__ = ["CANDIDATES", "Debiased", "EmpiricalBayes", "FirstClipped", "LimitedVectors", "ScaledVectors", "Unbiased"]
+__all__ = ["CANDIDATES", "Debiased", "EmpiricalBayes", "FirstClipped", "ScaledVectors", "Unbiased"]
 
 
 class Debiased(bsam.BSAM):
@@ -63,14 +62,6 @@ class FirstClipped(bsam.BSAM):
             for group in self.param_groups:
                 group["max_grad_norm"] = None
         return super().step(closure, *batch)
-
-
-class LimitedVectors(bsam.BSAM):
-    """The noise of a vector is 1 / sqrt(N s + 1 / 0.1^2)."""
-
-    def _posterior_precision(self, slot: Slot) -> Tensor:
-        s = super()._posterior_precision(slot)
-        return s if slot.parameter.dim() > 1 else s + 1 / (self.effective_num_data * 0.1**2)
 
 
 class ScaledVectors(bsam.BSAM):
@@ -134,6 +125,5 @@ CANDIDATES: dict[str, type[bsam.BSAM]] = {
     "empirical_bayes": EmpiricalBayes,
     "unbiased": Unbiased,
     "first_clipped": FirstClipped,
-    "limited_vectors": LimitedVectors,
     "scaled_vectors": ScaledVectors,
 }

@@ -213,13 +213,17 @@ class Run:
     def key(self) -> str:
         """What its numbers depend on, as a hash."""
         model = nn.Linear(1, 1)
-        group = {**make_optimizer(self.optimizer, model, self.settings, num_data=1000, seed=0).param_groups[0]}
-        group.pop("params")  # the rest is what the package adds to the settings
+        groups = [  # some defaults depend on the number of examples
+            {**make_optimizer(self.optimizer, model, self.settings, num_data=N, seed=0).param_groups[0]}
+            for N in (100, 1000)
+        ]
+        for group in groups:
+            group.pop("params")  # the rest is what the package adds to the settings
         known = [
             self.problem,
             source_hash(SOURCE[self.problem]),
             self.optimizer,
-            group,
+            groups,
             self.settings,
             self.seed,
             self.part,

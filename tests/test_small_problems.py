@@ -160,7 +160,9 @@ def candidate(name, parameter, **settings):
 
 def test_a_debiased_precision_begins_as_a_mean():
     weights = torch.nn.Parameter(torch.ones(3, 2))
-    optimizer = candidate("debiased", weights, sample_noise=False, rho=0.0, max_grad_norm=None, weight_decay=0.0)
+    optimizer = candidate(
+        "debiased", weights, sample_noise=False, rho=0.0, max_grad_norm=None, weight_decay=0.0, damping=0.1
+    )
     seen, s = [torch.ones(3, 2)], torch.ones(3, 2)
     for _ in range(4):
         optimizer.step(lambda: 0.3 * weights.sum())

@@ -86,7 +86,7 @@ def test_sam_warns_of_its_steps():
 
 def test_a_model_of_few_weights_may_be_uncertain():
     model = nn.Linear(3, 1)
-    optimizer = bsam.BSAM(model.parameters(), lr=0.1, num_data=4, max_noise=None)
+    optimizer = bsam.BSAM(model.parameters(), lr=0.1, num_data=4, damping=0.1, max_noise=None)
     x, y = torch.randn(4, 3), torch.randn(4, 1)
     for _ in range(10):
         optimizer.step(lambda x, y: nn.functional.mse_loss(model(x), y), x, y)

@@ -58,7 +58,7 @@ from bsam.optim.diagnosis import Finding
 from bsam.optim.probing import Gradients, Slot, Tally
 from bsam.optim.variational import GaussianOptimizer
 
-__all__ = ["BSAM", "curvature", "limited", "perturbed", "update"]
+__all__ = ["BSAM", "curvature", "default_damping", "limited", "perturbed", "update"]
 
 _WEIGHT_DECAY = 5e-4
 """The default of `weight_decay`."""
@@ -85,6 +85,16 @@ def limited(s: Tensor, inverse_mean_square: Tensor, N: float, r: float) -> Tenso
     then has it on top of N s; r weighs it.
     """
     return s + inverse_mean_square / (N * r**2)
+
+
+def default_damping(N: float) -> float:
+    """Return the default of gamma, 0.1, but 100 / N with 100 to 1,000 examples, and 1 with fewer.
+
+    Where the loss is flat, s falls to gamma. The smaller s is, the larger are noise, perturbation and steps (lines 3, 5
+    and 9), and a network that learns nothing at first would never begin. With 100 / N the noise is at most 0.1. A gamma
+    of 1 keeps s at its start.
+    """
+    return min(max(0.1, 100 / N), 1.0)
 
 
 def update(
@@ -127,7 +137,8 @@ class BSAM(GaussianOptimizer):
             two; without both it is 5e-4. Groups take both names as well.
         betas: Decay of the averages of the gradient and of the precision. The precision starts at `init_precision` and
             forgets this value in about $1 / (1 - \beta_2)$ steps.
-        damping: Constant $\gamma$ that is added to the curvature.
+        damping: Constant $\gamma$ that is added to the curvature. By default it is 0.1, but $100 / N$ with 100 to 1,000
+            examples, so that the noise of a weight is at most 0.1, and 1 with fewer.
         init_precision: First value of `unit_precision`.
         augmentation_factor: The factor by which augmentation enlarges the data set (the paper uses 4 for crops and
             flips): $N$ is `num_data * augmentation_factor`.
@@ -188,7 +199,7 @@ class BSAM(GaussianOptimizer):
         prior_precision: float | None = None,
         weight_decay: float | None = None,
         betas: tuple[float, float] = (0.9, 0.99),
-        damping: float = 0.1,
+        damping: float | None = None,
         init_precision: float = 1.0,
         augmentation_factor: float = 1.0,
         splits: int = 1,
@@ -207,6 +218,8 @@ class BSAM(GaussianOptimizer):
     ) -> None:
         if prior_precision is None and weight_decay is None:
             weight_decay = _WEIGHT_DECAY
+        if damping is None:
+            damping = default_damping(options.effective_num_data(num_data, augmentation_factor))
         defaults = {
             "lr": lr,
             "rho": rho,

@@ -36,9 +36,14 @@ def prior(
             "prior_precision = weight_decay * N: give one of them."
         )
     non_negative("weight_decay", weight_decay)
-    positive("num_data", num_data)
+    return weight_decay * effective_num_data(num_data, augmentation_factor)
+
+
+def effective_num_data(num_data: Any, augmentation_factor: Any) -> Any:
+    """Return N, the product of two positive numbers."""
+    positive("num_data", num_data, "It is the number of training examples, len(train_set).")
     positive("augmentation_factor", augmentation_factor)
-    return weight_decay * num_data * augmentation_factor
+    return num_data * augmentation_factor
 
 
 def betas(value: Any) -> None:

@@ -91,8 +91,7 @@ class GaussianOptimizer(ProbingOptimizer):
             if name != "betas":
                 options.non_negative(name, group[name])
         options.betas(group["betas"])
-        options.positive("num_data", group["num_data"], "It is the number of training examples, len(train_set).")
-        options.positive("augmentation_factor", group["augmentation_factor"])
+        options.effective_num_data(group["num_data"], group["augmentation_factor"])
         options.one_of("sample", group["sample"], (True, False))
         options.integer("seed", group["seed"])
 
