@@ -738,6 +738,23 @@ def test_the_algebra_of_sgd_gives_its_steps_where_there_is_no_curvature(momentum
     np.testing.assert_allclose(problem.weights(), twin.weights(), rtol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("num_data", "factor", "gamma"), [(20, 1, 1.0), (100, 1, 1.0), (400, 1, 0.25), (400, 2, 0.125), (5000, 1, 0.1)]
+)
+def test_the_default_damping_holds_the_noise_of_few_data_at_a_tenth(num_data, factor, gamma):
+    model = nn.Linear(2, 1)
+    options = {"num_data": num_data, "augmentation_factor": factor, "weight_decay": 0.0, "max_noise": None}
+    optimizer = bsam.BSAM(model.parameters(), betas=(0.9, 0.5), **options)
+    assert optimizer.param_groups[0]["damping"] == pytest.approx(gamma)
+    for _ in range(60):
+        optimizer.step(lambda: 0.0 * model(torch.ones(1, 2)).sum())  # a flat loss: s falls to the damping
+    sigma = optimizer.posterior(model).std["weight"]
+    torch.testing.assert_close(sigma, torch.full_like(sigma, (num_data * factor * gamma) ** -0.5))
+    assert sigma.max() <= 0.1 * (1 + 1e-5) or num_data < 100
+    given = bsam.BSAM(model.parameters(), damping=0.3, **options)
+    assert given.param_groups[0]["damping"] == 0.3
+
+
 def test_from_sgd_has_the_defaults_and_the_momentum():
     parameter = nn.Parameter(torch.ones(2))
     (expected,) = bsam.BSAM([parameter], num_data=1000, betas=(0.8, 0.99)).param_groups
