@@ -137,7 +137,7 @@ def finish(axes: Axes, x: str, y: str, name: Callable[[float], str] = "{:g}".for
     ticks = sorted({float(at) for drawn in axes.lines for at in drawn.get_xdata()})
     axes.set_xticks(ticks, [name(tick) for tick in ticks])
     axes.set_xticks([], minor=True)
-    axes.tick_params(axis="x", rotation=60 if len(ticks) > 5 else 0)
+    axes.tick_params(axis="x", rotation=60 if len(ticks) > 4 else 0)
     low, high = axes.get_ylim()
     if flat:
         axes.set_ylim(0, 1.4 * high)

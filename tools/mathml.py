@@ -66,17 +66,28 @@ def _polish(math: str) -> str:
 
 
 def _spaced(math: str) -> str:
-    """Put a thin space after log, sup and the like, also with limits, unless a bracket or another space follows."""
+    """Put thin spaces around log, sup and the like, also with limits, but none beside a bracket or another space."""
     root = ElementTree.fromstring(math)
     for row in root.iter(f"{_NAMESPACE}mrow"):
-        for i in reversed(range(len(row) - 1)):
-            name, follows = row[i], row[i + 1]
+        for i in reversed(range(len(row))):
+            name = row[i]
             while (tag := name.tag.removeprefix(_NAMESPACE)) in ("msub", "munder") or (tag, len(name)) == ("mrow", 1):
                 name = name[0]
-            is_name = name.get("mathvariant") == "normal" and len(name.text or "") > 1
-            if is_name and follows.get("form") != "prefix" and follows.tag != f"{_NAMESPACE}mspace":
-                row.insert(i + 1, ElementTree.Element(f"{_NAMESPACE}mspace", width="0.167em"))
+            if name.get("mathvariant") != "normal" or len(name.text or "") < 2:
+                continue
+            for place, beside in ((i + 1, row[i + 1 : i + 2]), (i, row[i - 1 : i] if i else [])):
+                if beside and _wants_space(beside[0], after=place > i):
+                    row.insert(place, ElementTree.Element(f"{_NAMESPACE}mspace", width="0.167em"))
     return ElementTree.tostring(root, encoding="unicode", short_empty_elements=False)
+
+
+def _wants_space(beside: ElementTree.Element, *, after: bool) -> bool:
+    """Whether a name like log is apart from what stands after, or before it."""
+    tag = beside.tag.removeprefix(_NAMESPACE)
+    if after:
+        return beside.get("form") != "prefix" and tag != "mspace"
+    is_sign = beside.text == "−"  # pandoc makes a letter of a leading one
+    return tag in ("mi", "mn", "msub", "msup", "msubsup", "mfrac", "msqrt") and not is_sign  # operators have their own
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -40,6 +40,12 @@ def test_a_thin_space_stands_between_a_name_and_a_letter():
     for formula in (r"$\log p$", r"$\max_k p_k$", r"$$\sup_{\lVert x \rVert \le 1} \ell$$"):
         (found,) = mathml([formula])
         assert found.count(space) == 1
+    for formula in (r"$q \log p$", r"$0 \log 0$", r"$\frac{P}{2} \log p$"):
+        (found,) = mathml([formula])
+        assert found.count(space) == 2
+    for formula in (r"$-\log (p)$", r"$x + \log (p)$", r"$(\log (p))$"):
+        (found,) = mathml([formula])
+        assert space not in found
     for formula in (r"$\log (p)$", r"$\sup_x \, \ell$", r"$\sin$"):
         (found,) = mathml([formula])
         assert found.count("mspace") == 2 * formula.count(r"\,")

@@ -181,7 +181,7 @@ def _ensemble(row: PaperRow, records: Path) -> Row | None:
     if record["scale"] != "full" or found is None:
         return None
     return Row(
-        label=f"{record['members']} × {row.label}",
+        label=f"{record['members']} × " + (f"({row.label})" if "=" in row.label else row.label),
         preset=None,
         samples=row.samples,
         seeds=1,

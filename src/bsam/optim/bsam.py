@@ -136,7 +136,7 @@ class BSAM(GaussianOptimizer):
         weight_decay: The same in the units of torch's optimizers: `prior_precision = weight_decay * N`. Give one of the
             two; without both it is 5e-4. Groups take both names as well.
         betas: Decay of the averages of the gradient and of the precision. The precision starts at `init_precision` and
-            forgets this value in about $1 / (1 - \beta_2)$ steps.
+            forgets nine tenths of this value in about $2.3 / (1 - \beta_2)$ steps.
         damping: Constant $\gamma$ that is added to the curvature. By default it is 0.1, but $100 / N$ with 100 to 1,000
             examples, so that the noise of a weight is at most 0.1, and 1 with fewer.
         init_precision: First value of `unit_precision`.

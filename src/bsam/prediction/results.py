@@ -45,7 +45,7 @@ class _Saved:
 class Predictions(_Saved):
     """Probabilities of K classes for n examples, on the CPU; `bsam.metrics.summary` rates them.
 
-    An example has one label, or one at each of several positions: T tokens, H x W pixels, or the questions of a
+    An example has one label, or one at each of several positions: T tokens, H × W pixels, or the questions of a
     multi-label problem, each with two classes. The classes are always in the last dimension.
     """
 

@@ -86,9 +86,9 @@ def expected_negative_loss_gradient(
         >>> from bsam.theory.losses import quadratic
         >>> loss = quadratic([1.0, 2.0], np.eye(2))
         >>> first, second = expected_negative_loss_gradient(loss, [0.0, 0.0], np.eye(2))
-        >>> first.round(9), second.round(9)
-        (array([1., 2.]), array([[-0.5, -0. ],
-               [-0. , -0.5]]))
+        >>> first.round(9), second.round(9) + 0.0
+        (array([1., 2.]), array([[-0.5,  0. ],
+               [ 0. , -0.5]]))
     """
     omega = np.asarray(mean, float)
     g = expectation(loss.gradient, omega, covariance, dim=loss.dim, tolerance=tolerance).value

@@ -40,7 +40,7 @@ FIGURES: dict[str, Picture] = {
         objectives.draw_sam_vs_bayes,
     ),
     "worst-case": Picture(
-        "what f** is: the worst expected loss for given mean and variance (not in the paper)",
+        "what −f** is: the worst expected loss for given mean and variance (not in the paper)",
         (4.8, 3.9),
         objectives.compute_neighbourhood,
         objectives.draw_worst_case,

@@ -66,7 +66,7 @@ def draw_strange(known: bsam.Predictions, unknown: bsam.Predictions, title: str)
     def draw(axes: Axes) -> None:
         for predictions, name in ((known, "digits"), (unknown, "no digits")):
             sure = predictions.probs.amax(dim=1)
-            axes.hist(sure, bins=20, range=(0, 1), weights=torch.full_like(sure, 1 / len(sure)), alpha=0.55, label=name)
+            axes.hist(sure, bins=20, range=(0, 1), weights=torch.full_like(sure, 1 / len(sure)), alpha=0.75, label=name)
         axes.set(xlabel="largest probability", ylabel="share", xlim=(0, 1), ylim=(0, 1))
         axes.legend(loc="upper left", frameon=False, fontsize="small")
 

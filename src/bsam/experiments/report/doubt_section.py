@@ -66,7 +66,7 @@ def _curves(rows: Sequence[DoubtRow]) -> list[tuple[str, Markup]]:
         factor = 100 if metric == "accuracy" else 1
         curves.append(
             (
-                f"Mean {title} of all 15 corruptions",
+                f"Over all 15 corruptions, the mean of: {title}",
                 _lines(
                     corrupted,
                     STRENGTHS,
@@ -121,7 +121,7 @@ def _histograms(row: DoubtRow) -> Markup:
         edges = [k / HISTOGRAM for k in range(HISTOGRAM + 1)]
         found = [each["unknown"] for each in row.suites]
         axes.stairs(
-            shares([each["known"]["histogram"] for each in found]), edges, label="test images", fill=True, alpha=0.3
+            shares([each["known"]["histogram"] for each in found]), edges, label="test images", fill=True, alpha=0.6
         )
         for kind, colour in (("near", "C1"), ("far", "C3")):
             counts = [s["histogram"] for each in found for s in each["sets"].values() if s["kind"] == kind]

@@ -11,7 +11,7 @@ __all__ = ["Shown", "gallery"]
 
 _CAPTIONS = {
     "sam-vs-bayes": "SAM takes the largest loss in a ball, and Bayes the expected loss under a Gaussian (Figure 1a).",
-    "worst-case": "f** is the worst expected loss for a given mean and variance. The paper has no such figure.",
+    "worst-case": "−f** is the worst expected loss for a given mean and variance. The paper has no such figure.",
     "smoothing": "The expected loss and its relaxation lose minima as the variance grows (Figure 1b).",
     "theorem-2": "SAM's minimiser is also the minimiser of the relaxation (the star of Figure 1b).",
     "dual-spaces": "A Gaussian has expectation parameters and natural parameters (Figure 2a).",

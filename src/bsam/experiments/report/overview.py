@@ -95,7 +95,7 @@ def _panel(metric: str, dots: list[_Dot]) -> Panel:
         axes.set_yscale("symlog", linthresh=2, linscale=1)
         limit = max(20, *(1.5 * abs(dot.gain) for dot in dots))
         axes.set(ylim=(-limit, limit), xticks=[], xlabel="numbers, by their gain", ylabel="gain, in margins")
-        axes.set_yticks([-10, -2, -1, 0, 1, 2, 10], ["-10", "-2", "-1", "0", "1", "2", "10"])
+        axes.set_yticks([-10, -2, -1, 0, 1, 2, 10], ["−10", "−2", "−1", "0", "1", "2", "10"])
         axes.minorticks_off()
 
     return Panel(

@@ -322,4 +322,5 @@ def _flat(values: dict[str, Any] | list[dict[str, Any]], prefix: str = "") -> It
 
 def _machine(environment: dict[str, Any]) -> str:
     commit = f" at {environment['commit'][:12]}" if environment["commit"] else ""
-    return f"bsam {environment['bsam']}{commit}, torch {environment['packages']['torch']}, {environment['device']}"
+    device = environment["device"].replace(" 1 threads", " 1 thread")  # as older records have it
+    return f"bsam {environment['bsam']}{commit}, torch {environment['packages']['torch']}, {device}"

@@ -88,7 +88,7 @@ def _noise() -> Study:
         )
         for row, label in enumerate(("bSAM without noise", "bSAM"))
     }
-    return Study("ablate", "noise", "Gradients at a sample, or at the mean", "data", series)
+    return Study("ablate", "noise", "With and without noise", "data", series)
 
 
 def _samples() -> Study:
