@@ -117,8 +117,8 @@ class IVON(GaussianOptimizer):
         betas: Decay of the averages of the gradient and of the Hessian. The paper's $\beta_2 = 0.99999$ is for runs of
             100,000 steps and more; use 0.999 for some thousand steps.
         initial_hessian: First value of `hessian`. The first samples have the standard deviation
-            `1 / sqrt(N * initial_hessian + prior_precision)`. If the value is too small, the noise of the first steps
-            is too large to learn.
+            $1 / \sqrt{N h_0 + N \delta}$, where $h_0$ is this value and $N \delta$ the prior's precision. If the
+            value is too small, the noise of the first steps is too large to learn.
         augmentation_factor: The factor by which augmentation enlarges the data set: $N$ is
             `num_data * augmentation_factor`.
         splits: Number of parts of each minibatch. Each part has its own weight sample: more parts change the method.

@@ -346,7 +346,7 @@ def draw_theorem_2(result: TheoremTwo, figure: Figure) -> None:
         upper.plot(place, height, color=colour, label=f"minimum of {name}", **style)
     upper.axvline(result.sam_minimiser, color=BLACK, lw=0.7, ls=":")
     _name_minima(upper, result.theta, result.regularised)
-    upper.set(xlabel=r"$\theta$, or the mean $m$", ylabel="objective", ylim=(0, 12.5), xlim=(-5.6, 4.3))
+    upper.set(xlabel=r"$\theta$, or the mean $m$", ylabel="objective", ylim=(-1.2, 12.5), xlim=(-5.6, 4.3))
     upper.legend(loc="upper left", ncols=2, columnspacing=1)
     lower.plot(result.radii, result.sam_minimisers, color=RED, lw=2.5, label=f"minimiser of {sam}")
     label = rf"of {relaxed}, with Theorem 2's $\sigma$"
