@@ -17,5 +17,5 @@ def test_rows_have_time_and_memory():
     header, _, adamw, ours, _, below = shards.markdown(record).splitlines()
     assert header.count("|") == adamw.count("|") == ours.count("|")
     assert adamw == "| AdamW | 0.200 | 1.00 | 4.0 | 6.0 |"
-    assert ours == "| BSAM | 0.450 | 2.25 |  |  |"
+    assert ours == "| bSAM | 0.450 | 2.25 |  |  |"
     assert below == "1,009,475,584 parameters, 1 rank, 8 sequences of 1024 tokens per rank; NVIDIA H200, torch 2.11.0."
