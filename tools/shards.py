@@ -13,7 +13,9 @@ def markdown(record: dict[str, Any]) -> str:
     adamw = record["methods"]["AdamW"]["seconds"]
     for name, found in record["methods"].items():
         memory = " | ".join("" if found[key] is None else f"{found[key]:.1f}" for key in ("held", "peak"))
-        lines.append(f"| {name.replace('BSAM', 'bSAM')} | {found['seconds']:.3f} | {found['seconds'] / adamw:.2f} | {memory} |")
+        lines.append(
+            f"| {name.replace('BSAM', 'bSAM')} | {found['seconds']:.3f} | {found['seconds'] / adamw:.2f} | {memory} |"
+        )
     environment = record["environment"]
     lines += [
         "",
