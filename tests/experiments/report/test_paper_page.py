@@ -403,6 +403,14 @@ def test_it_looks_right(browser, path, width, scheme):
     check_page(browser, path, width, scheme)
 
 
+@pytest.mark.parametrize("width", [320, 400, 800])
+def test_the_page_of_the_recorded_runs_fits(browser, tmp_path, width):
+    """They have rows that the small records of these tests have not, as the improvements of table 3."""
+    page = tmp_path / "paper.html"
+    write_paper_page(page, ROOT / "results" / "runs", ROOT / "docs" / "images" / "theory")
+    check_page(browser, page, width, "light")
+
+
 @pytest.mark.parametrize("width", [400, 600])
 def test_the_numbers_of_a_row_are_level_also_in_a_narrow_window(open_page, width):
     window = open_page(width)
