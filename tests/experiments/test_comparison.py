@@ -11,7 +11,7 @@ from scipy.stats import t, ttest_ind, ttest_ind_from_stats
 
 from bsam.experiments import comparison
 from bsam.experiments.comparison import HIGHER_IS_BETTER, TABLES, compare
-from bsam.experiments.metric_columns import signed
+from bsam.experiments.metric_columns import number, signed
 from bsam.experiments.paper.beyond import all_tables
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.paper.results import METRICS, margins
@@ -121,12 +121,12 @@ def test_the_verdicts_of_a_table_are_those_of_scipys_welch_test_and_holms_steps(
     for block in all_tables()["table6"].blocks:
         for row in block.rows:
             shift = draw.choice([0, 0, 1, 3, 6])
-            for number in range(draw.choice([3, 5, 10])):
+            for run in range(draw.choice([3, 5, 10])):
                 values = {
                     metric: draw.gauss(cell.mean + shift * cell.sd, draw.choice([0.3, 1]) * cell.sd)
                     for metric, cell in zip(METRICS, row.cells, strict=True)
                 }
-                write_record(tmp_path, row.preset, number, **values | {"accuracy": values["accuracy"] / 100})
+                write_record(tmp_path, row.preset, run, **values | {"accuracy": values["accuracy"] / 100})
     expected = judged_apart(tmp_path)
     shown = {
         (block.name, row.label, cell.metric): cell.mark
@@ -346,3 +346,10 @@ def test_a_difference_that_rounds_to_zero_has_no_sign():
     assert signed("auroc", -0.0004) == signed("auroc", 0.0004) == "0.000"
     assert signed("auroc", -0.0006) == "-0.001"
     assert signed("ece", 0.0004) == "+0.0004"
+
+
+def test_a_deviation_has_a_digit_that_is_not_0():
+    assert number("nll", 0.0412, 0.0127) == "0.041 (0.013)"
+    assert number("nll", 0.0412, 0.00031) == "0.041 (0.0003)"
+    assert number("nll", 0.0412, 0.0) == "0.041 (0.000)"  # all seeds agree
+    assert (number("nll", 0.0412, None), number("nll", None, None)) == ("0.041", "-")

@@ -26,9 +26,16 @@ def mean_and_sd(values: tuple[float, ...]) -> tuple[float | None, float | None]:
 
 
 def number(metric: str, mean: float | None, sd: float | None) -> str:
-    """Write mean (sd) with the metric's decimals, or the mean alone; `-` stands for a missing number."""
-    decimals = DECIMALS[metric]
-    return "-" if mean is None else f"{mean:.{decimals}f}" + ("" if sd is None else f" ({sd:.{decimals}f})")
+    """Write mean (sd) with the metric's decimals, or the mean alone; `-` stands for a missing number.
+
+    A deviation that is not 0 has at least one digit that is not 0.
+    """
+    decimals = digits = DECIMALS[metric]
+    if mean is None or sd is None:
+        return "-" if mean is None else f"{mean:.{decimals}f}"
+    while sd > 1e-6 and not round(sd, digits):
+        digits += 1
+    return f"{mean:.{decimals}f} ({sd:.{digits}f})"
 
 
 def signed(metric: str, difference: float) -> str:
