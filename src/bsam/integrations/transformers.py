@@ -25,9 +25,7 @@ __all__ = ["ProbingTrainer", "Trainer"]
 class ProbingTrainer:
     """The training step of `Trainer`, for other trainers: `class My(ProbingTrainer, Seq2SeqTrainer)`."""
 
-    def training_step(
-        self: Any, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
+    def training_step(self: Any, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Probe a micro-batch.
 
         Args:
@@ -40,17 +38,19 @@ class ProbingTrainer:
         """
         model.train()
         inputs = self._prepare_inputs(inputs)
-        num_items = self._get_num_items_in_batch([inputs], self.args.device)
-        size, weight = num_examples(inputs), None
+        num_items, weight = num_items_in_batch, None
+        if num_items is None or self.current_gradient_accumulation_steps > 1 or self.accelerator.num_processes > 1:
+            num_items = self._get_num_items_in_batch([inputs], self.args.device)
         if num_items is not None and self._loss_is_mean_over_items():
-            weight = float(self.accelerator.reduce(num_items.double(), "mean"))
+            weight = float(self.accelerator.reduce(torch.as_tensor(num_items).double(), "mean"))
             if not weight:
                 return _no_loss(num_items_in_batch, inputs)
 
         def loss_fn(part: dict[str, Any]) -> Tensor:
-            # A part counts by its examples. Divided by this share of the labels, every label of the batch counts once.
-            share = num_examples(part) / size
-            items = None if num_items is None else num_items * share if share < 1 else num_items
+            items = num_items
+            if items is not None and part is not inputs:
+                # A part counts by its examples. Divided by this share of the labels, each label counts once.
+                items = items * (num_examples(part) / num_examples(inputs))
             with self.compute_loss_context_manager():
                 loss: Tensor = self.compute_loss(model, dict(part), num_items_in_batch=items)
             return loss
