@@ -4,6 +4,7 @@ The processes are started once and run every scenario, one after the other, on m
 A scenario returns tensors and texts, which the tests read.
 """
 
+import math
 import os
 import traceback
 import warnings
@@ -501,6 +502,10 @@ def refusals(ranks):
     found["scaler"] = said(lambda: optimizer.probe(loss_of(model), *data(0), scaler=scaler))
     sizes = [t[: 4 + ranks.rank % 2] for t in data(0)]
     found["sizes"] = said(lambda: optimizer.step(loss_of(model), *sizes))
+    some = data(0) if ranks.rank else [t[:0] for t in data(0)]
+    found["empty"] = said(lambda: optimizer.step(loss_of(model), *some))
+    weight = math.nan if ranks.rank == 1 else 1.0
+    found["weight"] = said(lambda: optimizer.probe(loss_of(model), *data(0), weight=weight))
     for name in ("seed", "splits"):
         other = make("BSAM", model, **{name: 1 + ranks.rank % 2})
         found[f"other {name}"] = said(lambda: other.step(loss_of(model), *data(0)))  # noqa: B023

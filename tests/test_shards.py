@@ -257,6 +257,15 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(("what", "where"), [("empty", 0), ("weight", 1)])
+def test_a_batch_that_one_rank_refuses_is_an_error_on_all(found, what, where):
+    """Otherwise the other ranks would wait for this one."""
+    for rank, result in enumerate(found("refusals")):
+        own = {"empty": "empty|no example", "weight": "weight=nan"}[what]
+        assert re.search(own if rank == where else "another rank has refused its batch.*at least one", result[what])
+        assert result["unchanged"]
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_does_not_go_with_shards_is_refused_with_a_sentence(found, what):
     for rank, result in enumerate(found("refusals")):

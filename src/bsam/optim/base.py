@@ -44,7 +44,7 @@ from bsam.optim.micro_batches import Kept, MicroBatch
 from bsam.optim.pending import Pending, Probed
 from bsam.optim.probing import MeanSnapshot, Prober, Slot, emptied
 from bsam.optim.scaling import Scaling
-from bsam.optim.sharding import Hooks, agreed_weight
+from bsam.optim.sharding import Hooks, agreed_weight, refuse_batch
 from bsam.optim.together import Parts
 from bsam.posterior import PointMass, Posterior
 from bsam.posterior.base import holds_sample
@@ -157,8 +157,7 @@ class ProbingOptimizer(DiagnosingOptimizer):
         """
         with deferred(), torch.no_grad():
             self._refuse_if_away("probe a batch")
-            slots, parts = self._prepare(loss_fn, batch, counted=weight is None or self.per_example)
-            number = self._weight(weight, parts)
+            slots, parts, number = self._prepare(loss_fn, batch, weight)
             with self._whole_or_nothing(slots) as buffers:
                 pending = self._opened(slots, buffers, scaler)
                 look = self._look if last else self._keep
@@ -216,8 +215,7 @@ class ProbingOptimizer(DiagnosingOptimizer):
         self._refuse_if_away("take a step")
         pending = self._settled()
         if closure is not None:
-            slots, parts = self._prepare(closure, batch)
-            number = self._weight(None, parts)
+            slots, parts, number = self._prepare(closure, batch)
         elif pending is not None:
             slots = self._slots()
             changed = self._check_pending(pending, slots)
@@ -267,9 +265,30 @@ class ProbingOptimizer(DiagnosingOptimizer):
         return losses[0]
 
     def _prepare(
-        self, closure: LossFunction, batch: tuple[Any, ...], *, counted: bool = True
-    ) -> tuple[list[Slot], Parts]:
-        """Return slots and parts of a batch, after all checks that need no pass."""
+        self, closure: LossFunction, batch: tuple[Any, ...], weight: float | Tensor | None = None
+    ) -> tuple[list[Slot], Parts, float]:
+        """Return slots, parts and weight of a batch, after all checks that need no pass.
+
+        The weight counts in the averages: it is the given one, or the number of examples.
+        """
+        try:
+            slots, parts = self._checked(closure, batch, counted=weight is None or self.per_example)
+            if weight is not None:
+                options.positive("weight", weight, "It is the number of terms in the mean loss of the micro-batch.")
+        except Exception:
+            if self._sharded:  # the other ranks wait for this one's weight
+                refuse_batch(self._trained())
+            raise
+        examples = sum(size for _, size in parts)
+        number = float(examples if weight is None else weight)
+        if self._sharded:
+            seed = self.param_groups[0].get("seed", 0)  # SAM draws no noise
+            number = agreed_weight(self._trained(), number, examples, self._option("splits"), seed)
+        self._note_start()
+        return slots, parts, number
+
+    def _checked(self, closure: LossFunction, batch: tuple[Any, ...], *, counted: bool) -> tuple[list[Slot], Parts]:
+        """Return slots and parts of a batch, after all checks that need no pass, on this rank."""
         if not callable(closure):
             raise TypeError(
                 f"the loss function is of type {type(closure).__name__}, which cannot be called: give the function and "
@@ -298,19 +317,7 @@ class ProbingOptimizer(DiagnosingOptimizer):
         if self.process_group is not None and not self._synchronised:
             self._synchronise()
             slots = self._slots()
-        self._note_start()
         return slots, parts
-
-    def _weight(self, weight: float | Tensor | None, parts: Parts) -> float:
-        """Return the weight of a micro-batch in the averages: as it is given, or its number of examples."""
-        examples = sum(size for _, size in parts)
-        if weight is not None:
-            options.positive("weight", weight, "It is the number of terms in the mean loss of the micro-batch.")
-        number = float(examples if weight is None else weight)
-        if not self._sharded:
-            return number
-        seed = self.param_groups[0].get("seed", 0)  # SAM draws no noise
-        return agreed_weight(self._trained(), number, examples, self._option("splits"), seed)
 
     @contextlib.contextmanager
     def _whole_or_nothing(self, slots: list[Slot]) -> Iterator[BufferSnapshot]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from bsam import shards
 from bsam.optim.splits import SplittingOptimizer
 
-__all__ = ["Hooks", "agreed_weight", "check_sharding"]
+__all__ = ["Hooks", "agreed_weight", "check_sharding", "refuse_batch"]
 
 
 def check_sharding(optimizer: SplittingOptimizer, trained: Sequence[Tensor]) -> bool:
@@ -62,9 +63,12 @@ def agreed_weight(trained: Sequence[Tensor], weight: float, size: int, splits: i
     found = shards.position(trained)
     assert found is not None
     world = found[1]
-    own = torch.tensor([size, splits, seed % 2**20], dtype=torch.float64)  # their squares and sums are exact
-    total, first, second = torch.tensor(weight, dtype=torch.float64), own.clone(), own.square()
-    shards.sum_everywhere([total, first, second], trained)
+    total, first, second = _sums(trained, weight, [size, splits, seed % 2**20])
+    if total.isnan():
+        raise RuntimeError(
+            "another rank has refused its batch, so no rank takes this step: see the error of that rank. Is its batch "
+            "empty? Give every rank at least one example per step, for example by drop_last=True in the DataLoader."
+        )
     same_size, same_splits, same_seed = (world * second == first.square()).tolist()  # if and only if all are equal
     if not (same_splits and same_seed):
         name, value = ("seed", seed) if same_splits else ("splits", splits)
@@ -78,6 +82,19 @@ def agreed_weight(trained: Sequence[Tensor], weight: float, size: int, splits: i
             f"splits={splits} all ranks must have the same number of examples."
         )
     return float(total) / world
+
+
+def refuse_batch(trained: Sequence[Tensor]) -> None:
+    """Tell the other ranks, which wait in `agreed_weight`, that this rank refuses its batch: they raise, too."""
+    _sums(trained, math.nan, [0, 0, 0])
+
+
+def _sums(trained: Sequence[Tensor], weight: float, numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums over the ranks of a weight, of numbers, and of their squares, which are exact."""
+    own = torch.tensor(numbers, dtype=torch.float64)
+    sums = torch.tensor(weight, dtype=torch.float64), own, own.square()
+    shards.sum_everywhere(list(sums), trained)
+    return sums
 
 
 class Hooks:
