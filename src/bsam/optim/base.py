@@ -217,7 +217,7 @@ class ProbingOptimizer(DiagnosingOptimizer):
         if closure is not None:
             slots, parts, number = self._prepare(closure, batch)
         elif pending is not None:
-            slots = self._slots()
+            slots = self._slots(copied=self.base_optimizer is not None)  # torch's optimizers write in place
             changed = self._check_pending(pending, slots)
         elif self._is_asked_for_state():
             self._make_state()
@@ -499,14 +499,19 @@ class ProbingOptimizer(DiagnosingOptimizer):
     def _apply(self, slots: list[Slot], averages: dict[str, list[Tensor]], accept: Tensor | None) -> None:
         """Write the results of `_update`, and count the step.
 
-        If a formula raises, nothing changes: the caller restores the weights from the slots' copies, and the state is
-        written after the last formula. The lists in `averages` are emptied on the way, to free their memory.
+        If a formula raises, nothing changes: weights without a copy, and the state, are written after the last formula,
+        and the caller restores the other weights. The lists in `averages` are emptied on the way, to free their memory.
         """
-        computed = []
+        computed, late = [], []
         for slot, *means in zip(slots, *(emptied(tensors) for tensors in averages.values()), strict=True):
             weights, state = self._update(slot, **dict(zip(averages, means, strict=True)))
-            write(slot.weights, weights, accept)
+            if slot.copied:
+                write(slot.weights, weights, accept)
+            else:
+                late.append((slot, weights))
             computed.append((slot, state))
+        for slot, weights in late:
+            write(slot.weights, weights, accept)
         for slot, state in computed:
             counted = {"step": slot.state["step"] + 1} if "step" in slot.state else {}
             for name, value in (state | counted).items():

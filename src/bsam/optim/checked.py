@@ -233,12 +233,13 @@ class CheckedOptimizer(Optimizer):
                     group.setdefault(name, value)
 
 
-def slots_of(optimizer: Optimizer, fresh_state: Any) -> list[Slot]:
-    """Return one slot per parameter of an optimizer that requires a gradient, with a copy of the weights.
+def slots_of(optimizer: Optimizer, fresh_state: Any, *, copied: bool = True) -> list[Slot]:
+    """Return one slot per parameter of an optimizer that requires a gradient.
 
     Args:
         optimizer: The optimizer.
         fresh_state: `fresh_state(parameter, group)` makes a state where there is none; None: slots have no state.
+        copied: Whether the mean of a slot is a copy of the weights, or the weights themselves.
     """
     slots = []
     index = 0
@@ -249,7 +250,8 @@ def slots_of(optimizer: Optimizer, fresh_state: Any) -> list[Slot]:
                 if fresh_state is not None:
                     state = optimizer.state.get(parameter) or fresh_state(parameter, group)
                 own = local_values(state) if is_sharded(parameter) else state
-                slots.append(Slot(index, parameter, group, local(parameter).detach().clone(), own))
+                mean = local(parameter).detach()
+                slots.append(Slot(index, parameter, group, mean.clone() if copied else mean, own, copied=copied))
             index += 1
     if any(is_sharded(slot.parameter) for slot in slots):
         share_norms(slots)

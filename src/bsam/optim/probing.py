@@ -51,6 +51,8 @@ class Slot:
     """Its state; of a sharded parameter, the parts on this rank."""
     seen: bool = False
     """Whether any pass of the step gave the parameter a gradient."""
+    copied: bool = True
+    """Whether the mean is a copy. Without it nothing is written to the weights before the last formula."""
     norm: Callable[[], Tensor] | None = None
     """Returns the norm of a sharded parameter's mean, over all ranks."""
 
@@ -82,12 +84,11 @@ def matrix_size(shape: torch.Size) -> int:
 
 def share_norms(slots: Sequence[Slot]) -> None:
     """Let sharded slots sum the squares of all their means over the ranks at once, when the first of them is asked."""
-    means = [(slot.mean, slot.dtype) for slot in slots]
     parameters = [slot.parameter for slot in slots]
 
     @functools.cache
     def norms() -> list[Tensor]:
-        return whole_norms([torch.linalg.vector_norm(mean, dtype=dtype) for mean, dtype in means], parameters)
+        return whole_norms([torch.linalg.vector_norm(slot.mean, dtype=slot.dtype) for slot in slots], parameters)
 
     for i, slot in enumerate(slots):
         slot.norm = functools.partial(lambda i: norms()[i], i)

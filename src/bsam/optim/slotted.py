@@ -53,8 +53,8 @@ class SlottedOptimizer(SplittingOptimizer):
         """Return the step of the base optimizer, or None without a base optimizer."""
         return None if self.base_optimizer is None else BaseStep(self.base_optimizer, hooks=False)
 
-    def _slots(self) -> list[Slot]:
-        """Return one slot per parameter that requires a gradient, with a copy of the weights."""
+    def _slots(self, *, copied: bool = True) -> list[Slot]:
+        """Return one slot per parameter that requires a gradient, with the weights or a copy of them."""
         for group in self.param_groups:
             for name in self.group_aliases:
                 if name in group:
@@ -66,7 +66,7 @@ class SlottedOptimizer(SplittingOptimizer):
             if isinstance(lr, Tensor) and lr.shape == (1,):  # torch accepts this shape, formulas take numbers
                 group["lr"] = lr.reshape(())
         self._sharded = check_sharding(self, self._trained())
-        return slots_of(self, self._fresh_state if self.base_optimizer is None else None)
+        return slots_of(self, self._fresh_state if self.base_optimizer is None else None, copied=copied)
 
     # ------------------------------------------------------------------ the model
 
