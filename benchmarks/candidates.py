@@ -9,7 +9,8 @@ part of the package.
 | `empirical_bayes` | the prior's precision is learned: effective parameters / (|omega|^2 + trace of the variances) |
 | `unbiased` | the curvature N s e g of Stein's identity, with IVON's correction, in the place of sqrt(N s) |g| |
 | `first_clipped` | gradients are clipped in the first 100 steps only |
-| `scaled_vectors` | noise of biases and norms is limited as that of matrices, by their own root mean square |
+| `noisy_vectors` | biases and norms have noise, too, and it has no limit |
+| `scaled_vectors` | biases and norms have noise, too, limited as that of matrices, by their own root mean square |
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import bsam
 from bsam.optim.bsam import limited
 from bsam.optim.probing import Gradients, Slot, Tally
 
-__all__ = ["CANDIDATES", "Debiased", "EmpiricalBayes", "FirstClipped", "ScaledVectors", "Unbiased"]
+__all__ = ["CANDIDATES", "Debiased", "EmpiricalBayes", "FirstClipped", "NoisyVectors", "ScaledVectors", "Unbiased"]
 
 
 class Debiased(bsam.BSAM):
@@ -64,8 +65,15 @@ class FirstClipped(bsam.BSAM):
         return super().step(closure, *batch)
 
 
-class ScaledVectors(bsam.BSAM):
-    """`max_noise` for vectors, too: one that starts at 0 has no noise until it has moved."""
+class NoisyVectors(bsam.BSAM):
+    """`max_noise` limits the noise of matrices, and takes away none."""
+
+    def _is_sampled(self, slot: Slot) -> bool:
+        return bool(slot.group["sample"])
+
+
+class ScaledVectors(NoisyVectors):
+    """`max_noise` limits the noise of vectors, too: one that starts at 0 has no noise until it has moved."""
 
     def _posterior_precision(self, slot: Slot) -> Tensor:
         s, r = super()._posterior_precision(slot), self.param_groups[0]["max_noise"]
@@ -125,5 +133,6 @@ CANDIDATES: dict[str, type[bsam.BSAM]] = {
     "empirical_bayes": EmpiricalBayes,
     "unbiased": Unbiased,
     "first_clipped": FirstClipped,
+    "noisy_vectors": NoisyVectors,
     "scaled_vectors": ScaledVectors,
 }

@@ -98,8 +98,7 @@ def make_optimizer(name: str, model: nn.Module, settings: dict[str, Any], *, num
     """The optimizer of a model. `weight_decay_as_prior` w of one that has a prior is prior_precision = w N.
 
     What was tried and rejected for bSAM: `max_curvature_data` c makes the curvature sqrt(min(N, c) s) |g|,
-    `damping_by_data` c a damping of at least c / N, `sample_vectors` False gives biases and norms no noise, and
-    `candidate` is a name of `candidates.py`.
+    `damping_by_data` c a damping of at least c / N up to 1, and `candidate` is a name of `candidates.py`.
     """
     settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
     parameters: Any = model.parameters()
@@ -115,10 +114,7 @@ def make_optimizer(name: str, model: nn.Module, settings: dict[str, Any], *, num
         limited = type("BSAM", (bsam.BSAM,), {"_curvature_num_data": property(lambda self: min(num_data, limit))})
         return limited(parameters, num_data=num_data, module=model, seed=seed, **settings)
     if "damping_by_data" in settings:
-        settings["damping"] = max(0.1, settings.pop("damping_by_data") / num_data)
-    if not settings.pop("sample_vectors", True):
-        vectors = [p for p in model.parameters() if p.dim() < 2]
-        parameters = [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": vectors, "sample": False}]
+        settings["damping"] = min(max(0.1, settings.pop("damping_by_data") / num_data), 1.0)
     if "candidate" in settings:
         changed = CANDIDATES[settings.pop("candidate")]
         return changed(parameters, num_data=num_data, module=model, seed=seed, **settings)

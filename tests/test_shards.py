@@ -308,7 +308,7 @@ def test_what_is_offloaded_to_the_cpu_stays_there(tmp_path):
 def test_one_rank_on_a_gpu_trains_as_a_model_that_is_not_sharded(tmp_path, kind, offload):
     """With the weights on the CPU their noise is the CPU's: this must run, and agrees for methods without noise.
 
-    These then compute in float64: AdamW divides by the size of a gradient, and one of these (of the bias of the keys) is
+    These then compute in float64: AdamW divides by the size of a gradient, and one of them (of the bias of the keys) is
     rounding alone.
     """
     dtype = torch.float64 if offload else torch.float32

@@ -203,16 +203,16 @@ def test_clipping_can_end_after_100_steps():
     assert clipped == [1.0] * 100 + [None] * 2
 
 
-def test_biases_without_noise_and_a_damping_by_data():
+def test_biases_with_noise_and_a_damping_by_data():
     model = torch.nn.Linear(3, 2)
-    settings = {"sample_vectors": False, "damping_by_data": 5.0}
-    made = out_of_the_box.make_optimizer("BSAM", model, settings, num_data=50, seed=0)
-    assert [(group["params"], group["sample"]) for group in made.param_groups] == [
-        ([model.weight], True),
-        ([model.bias], False),
-    ]
-    assert made.param_groups[0]["damping"] == pytest.approx(0.1)
-    assert settings == {"sample_vectors": False, "damping_by_data": 5.0}  # a run's own
+    for name, c, damping in ((None, 5.0, 0.1), ("noisy_vectors", 20.0, 0.4), ("scaled_vectors", 80.0, 1.0)):
+        settings = {"damping_by_data": c, **({} if name is None else {"candidate": name})}
+        given = dict(settings)
+        made = out_of_the_box.make_optimizer("BSAM", model, settings, num_data=50, seed=0)
+        assert made.param_groups[0]["damping"] == pytest.approx(damping)
+        noisy = [made._noise_precision(slot) is not None for slot in made._slots()]
+        assert noisy == [True, name is not None]
+        assert settings == given  # a run's own
 
 
 def test_rules_from_sgd():

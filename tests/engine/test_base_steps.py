@@ -55,7 +55,7 @@ def test_captured_steps_of_torch_follow_their_optimizer(name):
 def test_each_run_takes_its_own_step_unless_it_is_refused(refused):
     models = [[nn.Parameter(torch.full((2, 2), 1.0 + run)), nn.Parameter(torch.ones(3))] for run in range(2)]
     optimizers = [torch.optim.SGD(model, lr=0.1 * (run + 1), momentum=0.9) for run, model in enumerate(models)]
-    packs = make_packs([slots_of(optimizer, None) for optimizer in optimizers], ["a", "b"])
+    packs = make_packs([slots_of(optimizer, None) for optimizer in optimizers], ["a", "b"], [False] * 2)
     gradients = [torch.ones_like(pack.weights) for pack in packs]
     steps = BaseSteps(
         [BaseStep(optimizer, hooks=True) for optimizer in optimizers],

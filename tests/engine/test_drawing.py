@@ -100,12 +100,14 @@ def test_the_samples_are_those_of_the_methods(name):
     step = stacked(runs, batches)
     step(*stack(batches))
     step._draws()
-    (pack,), (theta,) = step._packs, step._draws.theta
-    for run, each in enumerate(runs):
-        for slot, start, size in zip(pack.runs[run], pack.offsets, pack.sizes, strict=True):
-            for split in range(SPLITS):
-                expected = each.optimizer._theta(slot, split).flatten()
-                assert torch.equal(theta[run, split, start : start + size], expected)
+    noisy = [pack for pack, sampled in zip(step._packs, step._draws.sampled, strict=True) if sampled]
+    assert len(step._packs) - len(noisy) == (name == "BSAM")  # its biases have no noise
+    for pack, theta in zip(noisy, step._draws.theta, strict=True):
+        for run, each in enumerate(runs):
+            for slot, start, size in zip(pack.runs[run], pack.offsets, pack.sizes, strict=True):
+                for split in range(SPLITS):
+                    expected = each.optimizer._theta(slot, split).flatten()
+                    assert torch.equal(theta[run, split, start : start + size], expected)
 
 
 @pytest.mark.parametrize("name", ["SAM-SGD", "SGD"])

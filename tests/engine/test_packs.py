@@ -148,7 +148,7 @@ def test_what_is_packed_together(monkeypatch):
     monkeypatch.setattr(packs, "LARGE", 6)
     first, second = make_slots(), make_slots(1, [(2,), (2,)], {"lr": 0.1})
     second[1].parameter.data = second[1].parameter.data.double()
-    made = make_packs([first + second], ["large", "b", "c", "other group", "other type"])
+    made = make_packs([first + second], ["large", "b", "c", "other group", "other type"], [True] * 5)
     assert sorted(pack.names for pack in made) == [["b", "c"], ["large"], ["other group"], ["other type"]]
 
 

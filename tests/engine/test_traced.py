@@ -40,7 +40,7 @@ def test_a_method_sees_packs_as_slots_with_its_rates(name):
 
 def test_a_step_writes_only_to_what_it_is_given():
     """The formulas of one run leave the packs as they are; the step copies their results there."""
-    run = Run("BSAM", "normalised")
+    run = Run("BSAM", "normalised", max_noise=None)
     batch = batches_of("normalised", 1)[0]
     step = run.engine(batch)
     before = copy.deepcopy(run.state())

@@ -132,11 +132,11 @@ class Pack:
         return torch.cat(pieces)
 
 
-def make_packs(runs: list[list[Slot]], names: list[str]) -> list[Pack]:
-    """Pack the slots of all runs: by group and type, each large parameter by itself."""
+def make_packs(runs: list[list[Slot]], names: list[str], noisy: Sequence[bool]) -> list[Pack]:
+    """Pack the slots of all runs: by group, type, and whether they have noise, each large parameter by itself."""
     places: dict[Any, list[int]] = {}
-    for place, slot in enumerate(runs[0]):
-        key = (id(slot.group), slot.parameter.dtype, slot.parameter.device)
+    for place, (slot, has_noise) in enumerate(zip(runs[0], noisy, strict=True)):
+        key = (id(slot.group), slot.parameter.dtype, slot.parameter.device, has_noise)
         places.setdefault((key, place) if slot.parameter.numel() >= LARGE else key, []).append(place)
     return [
         Pack([[slots[p] for p in chosen] for slots in runs], [names[p] for p in chosen]) for chosen in places.values()

@@ -127,7 +127,8 @@ class TrainStep:
         names = [key for key, found in zip(keys[0], reached, strict=True) if found]
         unused = [slot for slot, found in zip(slots[0], reached, strict=True) if not found]
         method._warn_of_unseen(unused)
-        self._packs = make_packs(used, names)
+        noisy = [method._noise_precision(slot) is not None for slot in used[0]]
+        self._packs = make_packs(used, names, noisy)
         group_of = [_position(pack.runs[0][0].group, method.param_groups) for pack in self._packs]
         self._places = [
             (run, slot, group)

@@ -55,7 +55,7 @@ from torch import Tensor, nn
 from bsam.optim import diagnosis, options
 from bsam.optim.arithmetic import average, plus, plus_quotient
 from bsam.optim.diagnosis import Finding
-from bsam.optim.probing import Gradients, Slot, Tally
+from bsam.optim.probing import Gradients, Slot, Tally, matrix_size
 from bsam.optim.variational import GaussianOptimizer
 
 __all__ = ["BSAM", "curvature", "default_damping", "limited", "perturbed", "update"]
@@ -88,13 +88,12 @@ def limited(s: Tensor, inverse_mean_square: Tensor, N: float, r: float) -> Tenso
 
 
 def default_damping(N: float) -> float:
-    """Return the default of gamma, 0.1, but 100 / N with 100 to 1,000 examples, and 1 with fewer.
+    """Return the default of gamma, 0.1, but 30 / N with 30 to 300 examples, and 1 with fewer.
 
     Where the loss is flat, s falls to gamma. The smaller s is, the larger are noise, perturbation and steps (lines 3, 5
-    and 9), and a network that learns nothing at first would never begin. With 100 / N the noise is at most 0.1. A gamma
-    of 1 keeps s at its start.
+    and 9), and a network that learns nothing at first would never begin. A gamma of 1 keeps s at its start.
     """
-    return min(max(0.1, 100 / N), 1.0)
+    return min(max(0.1, 30 / N), 1.0)
 
 
 def update(
@@ -137,8 +136,8 @@ class BSAM(GaussianOptimizer):
             two; without both it is 5e-4. Groups take both names as well.
         betas: Decay of the averages of the gradient and of the precision. The precision starts at `init_precision` and
             forgets nine tenths of this value in about $2.3 / (1 - \beta_2)$ steps.
-        damping: Constant $\gamma$ that is added to the curvature. By default it is 0.1, but $100 / N$ with 100 to 1,000
-            examples, so that the noise of a weight is at most 0.1, and 1 with fewer.
+        damping: Constant $\gamma$ that is added to the curvature. By default it is 0.1, but $30 / N$ with 30 to 300
+            examples, and 1 with fewer.
         init_precision: First value of `unit_precision`.
         augmentation_factor: The factor by which augmentation enlarges the data set (the paper uses 4 for crops and
             flips): $N$ is `num_data * augmentation_factor`.
@@ -152,9 +151,10 @@ class BSAM(GaussianOptimizer):
             $\sqrt s \lvert g \rvert$, as Algorithm 1 prints it. With the factor $\sqrt N$ the width of the posterior
             follows the gradients; without it the damping sets most of the width. In long training on many data, compare
             both (docs/settings.md).
-        max_noise: Limits the noise of a matrix of weights to this share of their root mean square. It matters for few
-            data and for wide layers with small weights, where the noise would hide the weights. None sets no limit, as
-            in the paper.
+        max_noise: Limits the noise of a matrix of weights to this share of their root mean square. Biases and the
+            scales of norms, which are vectors, then have no noise (unless no matrix has any); their posterior is a
+            point. It matters for few data and for wide layers with small weights, where the noise would hide the
+            weights. With None all weights have noise, without a limit, as in the paper.
         sample_noise: False leaves line 3 out, which is the paper's "bSAM w/o noise".
         nonfinite: `"raise"` raises at a loss or gradient that is not finite. `"skip"` skips the step and counts it
             in `skipped_steps`.
@@ -358,6 +358,12 @@ class BSAM(GaussianOptimizer):
     def _unit_precision(self, slot: Slot) -> Tensor:
         s: Tensor = slot.state["unit_precision"]
         return s
+
+    def _is_sampled(self, slot: Slot) -> bool:
+        if self._option("max_noise") is None or matrix_size(slot.parameter.shape):
+            return super()._is_sampled(slot)
+        sampled = (p for group in self.param_groups if group["sample"] for p in group["params"])
+        return super()._is_sampled(slot) and not any(matrix_size(p.shape) for p in sampled)
 
     def _posterior_precision(self, slot: Slot) -> Tensor:
         s, r = self._unit_precision(slot), self._option("max_noise")

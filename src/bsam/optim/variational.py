@@ -62,8 +62,12 @@ class GaussianOptimizer(ProbingOptimizer):
         """Return the s of the posterior and of the noise, if it is not that of the steps."""
         return self._unit_precision(slot)
 
+    def _is_sampled(self, slot: Slot) -> bool:
+        """Whether the weights of a slot have noise. If not, their posterior is a point."""
+        return bool(slot.group["sample"])
+
     def _noise_precision(self, slot: Slot) -> Tensor | None:
-        return self._posterior_precision(slot) if slot.group["sample"] else None
+        return self._posterior_precision(slot) if self._is_sampled(slot) else None
 
     def _share_kept(self, group: dict[str, Any]) -> Any:
         """Return the share of the precision that a step keeps: a number, or a tensor if the options are tensors."""
@@ -148,15 +152,16 @@ class GaussianOptimizer(ProbingOptimizer):
     def posterior(self, model: nn.Module | None = None) -> DiagonalGaussian:
         r"""Return the Gaussian over the weights, with the prior that was used.
 
-        Frozen parameters and groups with `sample=False` are points. Warns if more than a tenth of the precision is
-        still its starting value: after $t$ steps that each keep a share $\beta_2$ of it, if $\beta_2^t > 0.1$.
+        Weights without noise are points: those that are frozen, groups with `sample=False`, and bSAM's biases and
+        scales of norms unless `max_noise=None`. Warns if more than a tenth of the precision is still its starting
+        value: after $t$ steps that each keep a share $\beta_2$ of it, if $\beta_2^t > 0.1$.
 
         Args:
             model: The model, for the names of its parameters and for its buffers. Not needed if the optimizer was
                 made with `module=`.
         """
         model = self._model_or_own(model)
-        slots = [slot for slot in self._slots() if slot.group["sample"]]
+        slots = [slot for slot in self._slots() if self._is_sampled(slot)]
         initial, steps = self._start_left(slots)
         if initial > 0.1:
             warnings.warn(
@@ -197,7 +202,7 @@ class GaussianOptimizer(ProbingOptimizer):
         """
         self._refuse_if_away("diagnose the optimizer")
         with torch.no_grad():
-            sampled = [slot for slot in self._slots() if slot.group["sample"]]
+            sampled = [slot for slot in self._slots() if self._is_sampled(slot)]
             N = self.effective_num_data
             strongest = max(float(group["prior_precision"]) for group in self.param_groups)
             findings = [*self._ratios(self._measured_slots()), diagnosis.weight_decay(strongest, N)]
@@ -301,8 +306,11 @@ class _Sampled(Restored):
         with torch.no_grad():
             for slot in self._slots:
                 at_mean = optimizer._means.get(slot.parameter, slot)
-                s = optimizer._posterior_precision(at_mean)
-                slot.weights.copy_(optimizer._sample(at_mean, s, -1 - draw) if slot.group["sample"] else at_mean.mean)
+                if optimizer._is_sampled(slot):
+                    s = optimizer._posterior_precision(at_mean)
+                    slot.weights.copy_(optimizer._sample(at_mean, s, -1 - draw))
+                else:
+                    slot.weights.copy_(at_mean.mean)
         torch.clear_autocast_cache()
 
     def _restore(self) -> None:
