@@ -85,7 +85,8 @@ def suggest(
         f"{1 / math.sqrt(num_data):.2g}.",
         "rho": reasons["rho"],
         "sqrt_num_data": reasons["sqrt_num_data"],
-        "max_noise": "At most this share of the weights of a matrix is noise; it matters for few data and wide layers.",
+        "max_noise": "The noise of a matrix is at most this share of its weights, and biases and norms have none. "
+        "It matters for few data and wide layers.",
         "max_grad_norm": reasons["max_grad_norm"],
     }
     return Suggestion({name: prior / num_data if name == "weight_decay" else group[name] for name in reasons}, reasons)
