@@ -33,7 +33,7 @@ MEANS = np.linspace(-5.6, 5.6, 161)
 SIGMAS = np.geomspace(0.1, 2.5, 25)
 RADII = np.linspace(0.0, 2.5, 26)
 _TOLERANCE = 1e-3
-_DECIMALS = 3
+_DECIMALS = 4
 
 
 def sharp_and_flat() -> Loss:
@@ -62,11 +62,12 @@ LOSSES: dict[str, tuple[str, Callable[[], Loss]]] = {
     "Three minima": ("A flat minimum in the middle, and a sharp one on each side.", three_minima),
     "Sharp and flat": ("A deep, sharp minimum on the right, and a shallow, flat one on the left.", sharp_and_flat),
     "Quadratic": (
-        "One minimum at 1. Here f** = f, and the relaxation is infinite from sigma = 1.41 on.",
+        "One minimum at 1. Here <math><msup><mi>f</mi><mtext>∗∗</mtext></msup><mo>=</mo><mi>f</mi></math>, and the "
+        "relaxation is infinite from <math><mi>σ</mi><mo>=</mo><mn>1.41</mn></math> on.",
         lambda: quadratic(1.0, 0.5),
     ),
 }
-"""By name: one sentence about the loss, and the function that makes it."""
+"""By name: one sentence of HTML about the loss, and the function that makes it."""
 
 
 @dataclass(frozen=True)

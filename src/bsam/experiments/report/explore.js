@@ -98,7 +98,7 @@ const draw = () => {
   find("delta-value").value = write(delta, 2);
   find("mean-value").value = write(mean, 2);
   find("sigma").setAttribute("aria-valuetext", write(Math.exp(logSigma), 2));
-  find("about").textContent = loss.about;
+  find("about").innerHTML = loss.about;
 };
 
 for (const id of ["loss", "sigma", "rho", "delta", "mean"]) find(id).addEventListener("input", draw);
