@@ -131,7 +131,7 @@ class BSAM(GaussianOptimizer):
             examples, so this number sets how certain the posterior is.
         rho: Size of the adversarial step.
         prior_precision: Precision of the Gaussian prior on the weights ($N \delta$ in the paper). It also acts as
-            weight decay of strength `prior_precision / N` on all parameters.
+            weight decay of strength `prior_precision` / $N$ on all parameters.
         weight_decay: The same in the units of torch's optimizers: `prior_precision = weight_decay * N`. Give one of the
             two; without both it is 5e-4. Groups take both names as well.
         betas: Decay of the averages of the gradient and of the precision. The precision starts at `init_precision` and
@@ -155,11 +155,11 @@ class BSAM(GaussianOptimizer):
             scales of norms, which are vectors, then have no noise (unless no matrix has any); their posterior is a
             point. It matters for few data and for wide layers with small weights, where the noise would hide the
             weights. With None all weights have noise, without a limit, as in the paper.
-        sample_noise: False leaves line 3 out, which is the paper's "bSAM w/o noise".
+        sample_noise: False draws no noise, which is the paper's "bSAM w/o noise".
         nonfinite: `"raise"` raises at a loss or gradient that is not finite. `"skip"` skips the step and counts it
             in `skipped_steps`.
-        max_grad_norm: Clips the norm of $g_\epsilon$, the averaged gradient at the perturbed weights (line 6), before
-            the prior is added. The first gradients (line 4) are not clipped.
+        max_grad_norm: Clips the norm of $g_\epsilon$, the averaged gradient at the perturbed weights, before the prior
+            is added. The first gradients, at the sampled weights, are not clipped.
         module: The model. With it, the optimizer can handle BatchNorm, compute the splits together, and name
             parameters in messages.
         batch_norm: Which passes update BatchNorm's running statistics, see `bsam.batch_norm`.

@@ -111,7 +111,7 @@ class IVON(GaussianOptimizer):
         num_data: Number of training examples. The loss of a batch is a mean, and the posterior needs the sum over all
             examples, so this number sets how certain the posterior is.
         prior_precision: Precision of the Gaussian prior on the weights ($N \delta$ in the paper), 25 by default. It
-            also acts as weight decay of strength `prior_precision / N` on all parameters.
+            also acts as weight decay of strength `prior_precision` / $N$ on all parameters.
         weight_decay: The same in the units of torch's optimizers: `prior_precision = weight_decay * N`. Give one of the
             two. Groups take both names as well.
         betas: Decay of the averages of the gradient and of the Hessian. The paper's $\beta_2 = 0.99999$ is for runs of
@@ -127,7 +127,7 @@ class IVON(GaussianOptimizer):
             $(\bar g + \delta m) / (h + \delta)$, before the step is multiplied by `lr`. None clips nothing.
         nonfinite: `"raise"` raises at a loss or gradient that is not finite. `"skip"` skips the step and counts it
             in `skipped_steps`.
-        max_grad_norm: Clips the norm of $\hat g$, the averaged gradient (line 4), before the prior is added. The
+        max_grad_norm: Clips the norm of $\hat g$, the averaged gradient, before the prior is added. The
             estimate of the Hessian uses gradients that are not clipped.
         module: The model. With it, the optimizer can handle BatchNorm, compute the splits together, and name
             parameters in messages.

@@ -132,11 +132,11 @@ class SWAG:
     def posterior(
         self, *, scale: float = 1.0, prior_precision: float | Mapping[str, float] | None = None
     ) -> LowRankGaussian:
-        r"""Return the Gaussian of line 7, with the present buffers of the model.
+        r"""Return the Gaussian of the snapshots, with the present buffers of the model.
 
         Args:
-            scale: Multiplies the covariance. 1 is line 7; the authors' code omits the factors $\frac12$, so that their
-                scale of 0.5 is 1 here.
+            scale: Multiplies the covariance. 1 is the paper's, half the diagonal and half the low rank; the authors'
+                code omits the two factors $\frac12$, so that their scale of 0.5 is 1 here.
             prior_precision: Precision of the prior, for the posterior's `kl`.
         """
         if self.num_snapshots < 2:

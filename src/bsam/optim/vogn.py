@@ -114,7 +114,7 @@ class VOGN(GaussianOptimizer):
             share $1 - \beta_2$.
         nonfinite: `"raise"` stops at a loss or gradient that is not finite, `"skip"` skips the step and counts it in
             `skipped_steps`.
-        max_grad_norm: Clips the norm of $\hat g$, the averaged gradient (line 5), before the prior is added. The
+        max_grad_norm: Clips the norm of $\hat g$, the averaged gradient, before the prior is added. The
             squared gradients are not clipped.
         vectorise: True: vmap over the examples, or an error. False: a loop, with the same numbers. None: the faster of
             the two; if vmap fails, a loop, with one warning that says why.
