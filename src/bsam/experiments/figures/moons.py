@@ -106,6 +106,6 @@ def draw_moons(result: Moons, figure: Figure) -> None:
 def _map(axes: Axes, result: Moons, method: str) -> Any:
     found = result.maps[method]
     x, y, p = (part.double().numpy() for part in (found.x, found.y, found.probability))
-    share = f"more than {CERTAIN:.0%} certain on {result.certain_far_away(method):.0%}\nof the area far from the data"
+    share = f"more than {CERTAIN:.0%} certain\non {result.certain_far_away(method):.0%} of the area\nfar from the data"
     axes.set_title(f"{TITLES[method]}\n{share}")
     return probability(axes, x, y, p, found.points.double().numpy(), found.labels.double().numpy())
