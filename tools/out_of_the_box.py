@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-__all__ = ["means_markdown", "problems_markdown", "rates_markdown"]
+from bsam.experiments.record import read_json
+
+__all__ = ["choice_markdown", "means_markdown", "problems_markdown", "rates_markdown"]
 
 _NAMES = {"BSAM": "bSAM"}
 _KINDS = {
@@ -41,6 +45,27 @@ def problems_markdown(record: dict[str, Any]) -> str:
     for problem, rows in record["summary"].items():
         cells = [f"{rows[row]['accuracy']:.3f} / {rows[row]['nll']:.3f}" if row in rows else "-" for row in shown]
         lines.append(f"| `{problem}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def choice_markdown(results: Path) -> str:
+    """Write the means over all problems that are for choosing, of the rows that ran on all three sets of them."""
+    sets = [
+        read_json(results / f"out_of_the_box_{name}.json") for name in ("choosing", "few_choosing", "hard_choosing")
+    ]
+    lines = [
+        "| optimizer | settings | regret in accuracy | regret in NLL | of ten problems | of few data | of hard starts "
+        "| failed runs |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in (row for row in sets[0]["means"] if all(row in record["means"] for record in sets)):
+        optimizer, _, kind = row.partition(" ")
+        cells = [problem[row] for record in sets for problem in record["summary"].values()]
+        numbers = [fmean(cell[name] for cell in cells) for name in ("accuracy_regret", "nll_regret")]
+        numbers += [record["means"][row]["nll_regret"] for record in sets]
+        failures = f"{sum(cell['failures'] for cell in cells)} of {sum(cell['seeds'] for cell in cells)}"
+        columns = " | ".join(f"{number:.3f}" for number in numbers)
+        lines.append(f"| {_name(optimizer)} | {_kind(kind)} | {columns} | {failures} |")
     return "\n".join(lines)
 
 

@@ -70,6 +70,7 @@ _OF_ALL_RESULTS = {
     "speeds": speeds.markdown,
     "doubt": doubt.doubt_markdown,
     "doubt/scores": doubt.scores_markdown,
+    "out_of_the_box/choice": out_of_the_box.choice_markdown,
 }
 """Tables of several records."""
 _BEGIN = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)

@@ -64,6 +64,32 @@ def test_float16_with_a_scaler():
         torch.testing.assert_close(one.double(), other, rtol=0.05, atol=0.02)
 
 
+@pytest.mark.parametrize("overflow", [1, 2])
+def test_an_overflow_in_one_gradient_is_skipped_and_lowers_the_scale(overflow):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    own = fabric(plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    model, passes = network().float(), []
+    inner = make("BSAM", model.parameters())
+    before = [parameter.clone() for parameter in model.parameters()]
+    wrapped, optimizer = own.setup(model, inner)
+
+    def loss_fn(x, y):
+        loss = F.cross_entropy(wrapped(x).double(), y)
+        passes.append(loss)
+        if len(passes) == overflow:
+            loss.register_hook(lambda gradient: gradient * torch.inf)
+        return loss
+
+    for x, y in batches()[:2]:
+        probe(own, wrapped, optimizer, loss_fn, x.float(), y)
+        own.clip_gradients(wrapped, optimizer, max_norm=1.0, error_if_nonfinite=False)  # as the page has it
+        optimizer.step()
+        moved = any(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+        assert moved == (len(passes) > 2)
+        assert scaler.get_scale() == 2.0**9
+    assert inner.skipped_steps == 1
+
+
 def test_a_checkpoint_of_fabric(tmp_path):
     own = fabric()
     whole = network()

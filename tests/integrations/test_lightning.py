@@ -267,12 +267,22 @@ def test_precision_float16_on_a_gpu(tmp_path):
     assert not torch.equal(next(module.network.parameters()).cpu(), next(network().float().parameters()))
 
 
-def test_precision_float16_skips_an_overflow(tmp_path):
+@pytest.mark.parametrize("overflow", [1, 2])
+def test_precision_float16_skips_an_overflow_in_one_gradient(overflow, tmp_path):
+    """In the third step, in its first pass or in its second."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
 
+    def overflowing(loss, number):
+        if number == 4 + overflow:
+            loss.register_hook(lambda gradient: gradient * torch.inf)
+        return loss
+
     class Overflowing(Module):
+        num_passes = 0
+
         def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) * (1e30 if batch_idx == 2 else 1.0)
+            self.num_passes += 1
+            return overflowing(super().training_step(batch, batch_idx), self.num_passes)
 
     module = Overflowing(gradient_clip_val=10.0)
     module.network.float()
@@ -280,13 +290,16 @@ def test_precision_float16_skips_an_overflow(tmp_path):
     found.fit(module, loader(torch.float32))
     expected, own = network().float(), torch.amp.GradScaler("cpu", init_scale=2.0**10)
     optimizer = make("BSAM", expected.parameters())
-    for i, (x, y) in enumerate(batches()):
+    num_passes = 0
 
-        def loss_fn(x, y, factor):
-            with torch.autocast("cpu", torch.float16):
-                return F.cross_entropy(expected(x).double(), y) * factor
+    def loss_fn(x, y):
+        nonlocal num_passes
+        num_passes += 1
+        with torch.autocast("cpu", torch.float16):
+            return overflowing(F.cross_entropy(expected(x).double(), y), num_passes)
 
-        optimizer.probe(loss_fn, x.float(), y, 1e30 if i == 2 else 1.0, scaler=own)
+    for x, y in batches():
+        optimizer.probe(loss_fn, x.float(), y, scaler=own)
         own.unscale_(optimizer)
         nn.utils.clip_grad_norm_(expected.parameters(), 10.0)
         own.step(optimizer)
@@ -526,6 +539,8 @@ def test_automatic_accumulation_is_refused(tmp_path):
     before = copy.deepcopy(module.network)
     with pytest.raises(RuntimeError, match=r"bsam\.integrations"):
         fit(module, tmp_path, accumulate_grad_batches=2)
+    with pytest.raises(RuntimeError, match=r"divides the loss by 2.*bsam\.integrations"):
+        fit(module, tmp_path, accumulate_grad_batches=2, limit_train_batches=1)  # it accumulates nothing
     assert_equal(module.network, before)
 
 

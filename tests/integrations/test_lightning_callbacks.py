@@ -48,6 +48,12 @@ def test_a_link_to_the_last_checkpoint_has_a_posterior(tmp_path):
         assert torch.equal(last.mean[name], weights)
 
 
+def test_a_posterior_beside_averaged_weights_is_refused(tmp_path):
+    averaging = pytest.importorskip("lightning.pytorch.callbacks").EMAWeightAveraging(decay=0.5)
+    with pytest.raises(ValueError, match="averaged weights"):
+        fit(Module(), tmp_path, enable_checkpointing=True, callbacks=[PosteriorCheckpoint(tmp_path), averaging])
+
+
 # ---------------------------------------------------------------- between two micro-batches
 
 

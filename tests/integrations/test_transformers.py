@@ -198,6 +198,40 @@ def test_own_losses(tmp_path):
     assert_equal_weights(model, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("make_data", [sentences, classes])
+def test_a_loss_that_is_divided_by_the_number_of_micro_batches(make_data, tmp_path):
+    """transformers says it so: `loss_is_scaled_for_ga = True`. One step is then that of the mean of the losses."""
+    make_model, loss_of = (llama, tokens_loss) if make_data is sentences else (bert, class_loss)
+
+    class Divided(Trainer):
+        loss_is_scaled_for_ga = True
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return loss_of(model, inputs) / self.current_gradient_accumulation_steps
+
+    def log_of(trainer_class, make):
+        model = make_model()
+        options = {"max_steps": 1, "max_grad_norm": 1e9}
+        trainer, batches = train(tmp_path, model, make(model), make_data(), trainer_class, **options)
+        return model, trainer.state.log_history[0], batches[:2]
+
+    _, log, batches = log_of(Divided, make_sam)
+    losses = [loss_of(make_model(), batch).item() for batch in batches]
+    assert log["loss"] == pytest.approx(sum(losses) / 2, rel=1e-4)  # the log has four digits
+
+    class DividedHere(Divided, transformers.Trainer):
+        training_step = transformers.Trainer.training_step
+        create_optimizer = transformers.Trainer.create_optimizer
+
+    def make_without_perturbation(model):
+        return bsam.SAM([{"params": list(model.parameters()), "perturb": False}], torch.optim.SGD, rho=0.05, lr=0.1)
+
+    model, log, _ = log_of(Divided, make_without_perturbation)
+    other, theirs, _ = log_of(DividedHere, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    assert log["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert_equal_weights(model, other, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_checkpointing": True}])
 @pytest.mark.parametrize("make", [make_bsam, make_sam])
 def test_resuming_equals_no_interruption(make, options, tmp_path):
@@ -470,3 +504,20 @@ def test_two_ranks_equal_one_process(tmp_path):
     for rank in ranks:
         for p, q in zip(rank["weights"], other.parameters(), strict=True):
             torch.testing.assert_close(p, q.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_predictions_of_a_language_model_are_of_the_next_token():
+    """Labels in a dictionary are shifted as in the model's own loss, also through PEFT's wrapper; others are not."""
+    from peft import LoraConfig, get_peft_model
+
+    model = llama()
+    examples = sentences()
+    batch = {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
+    wrapped = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    for each in (model, wrapped):
+        own = each(**batch).loss.item()
+        posterior = bsam.PointMass.from_model(each)
+        assert bsam.metrics.summary(bsam.predict(each, posterior, batch), num_bootstrap=0).nll == pytest.approx(own)
+        shifted = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        beside = bsam.predict(each, posterior, ({"input_ids": batch["input_ids"]}, shifted))
+        assert bsam.metrics.summary(beside, num_bootstrap=0).nll == pytest.approx(own)

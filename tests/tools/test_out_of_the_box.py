@@ -1,5 +1,8 @@
 """The tables of the page "Out of the box" have the numbers of the record."""
 
+import pytest
+
+from bsam.experiments.record import write_json
 from tools import out_of_the_box
 
 
@@ -40,3 +43,25 @@ def test_problems_have_the_defaults_of_every_optimizer():
 def test_rates_have_a_row_per_rule():
     lines = out_of_the_box.rates_markdown({"means": {"AdamW, best rate": cell(0.9, 0.2, None)}}).splitlines()
     assert lines[2] == "| AdamW, best rate | 0.900 | 0.200 |"
+
+
+def test_the_choice_has_the_rows_of_all_three_sets_and_counts_every_problem_once(tmp_path):
+    fewer = {
+        "means": {"BSAM defaults": cell(0.5, 0.5, 0.0)},
+        "summary": {"deep": {"BSAM defaults": cell(0.5, 0.5, 0.0)}},
+    }
+    for name, record in (("choosing", RECORD), ("few_choosing", fewer), ("hard_choosing", fewer)):
+        write_json(tmp_path / f"out_of_the_box_{name}.json", with_seeds(record))
+    (row,) = out_of_the_box.choice_markdown(tmp_path).splitlines()[2:]
+    cells = [each.strip() for each in row.strip("|").split("|")]
+    assert cells[:2] == ["bSAM", "defaults"]
+    assert float(cells[2]) == pytest.approx((0.05 + 0.4 + 0.5 + 0.5) / 4, abs=6e-4)
+    assert float(cells[3]) == pytest.approx((0.05 + 0.8 + 0.4 + 0.4) / 4, abs=6e-4)
+    assert cells[4:] == ["0.050", "0.400", "0.400", "0 of 12"]
+
+
+def with_seeds(record):
+    summary = {
+        name: {row: {**each, "seeds": 3} for row, each in rows.items()} for name, rows in record["summary"].items()
+    }
+    return {**record, "summary": summary}

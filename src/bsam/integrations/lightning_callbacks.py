@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -81,6 +82,16 @@ def check_setup(trainer: lightning.Trainer, configured: Any) -> None:
 
 class PosteriorCheckpoint(ModelCheckpoint):
     """A `ModelCheckpoint` that writes the posterior beside each checkpoint, `last.safetensors` beside `last.ckpt`."""
+
+    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        """Refuse averages of the weights over the steps: the posterior is around other weights."""
+        averaging = getattr(callbacks, "WeightAveraging", ())  # Lightning 2.5 has none
+        if any(isinstance(callback, averaging) for callback in trainer.callbacks):
+            raise ValueError(
+                "PosteriorCheckpoint beside a WeightAveraging callback: the checkpoint would hold averaged weights, "
+                "and the posterior is around the trained ones. Leave WeightAveraging out, or write ModelCheckpoint."
+            )
+        super().setup(trainer, pl_module, stage)
 
     def _save_checkpoint(self, trainer: lightning.Trainer, filepath: str) -> None:
         super()._save_checkpoint(trainer, filepath)

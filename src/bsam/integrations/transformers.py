@@ -38,29 +38,33 @@ class ProbingTrainer:
         """
         model.train()
         inputs = self._prepare_inputs(inputs)
-        num_items, weight = num_items_in_batch, None
-        if num_items is None or self.current_gradient_accumulation_steps > 1 or self.accelerator.num_processes > 1:
-            num_items = self._get_num_items_in_batch([inputs], self.args.device)
-        if num_items is not None and self._loss_is_mean_over_items():
-            weight = float(self.accelerator.reduce(torch.as_tensor(num_items).double(), "mean"))
+        total = own = num_items_in_batch
+        weight, share = None, 1 / self.current_gradient_accumulation_steps
+        if own is None or share < 1 or self.accelerator.num_processes > 1:
+            own = self._get_num_items_in_batch([inputs], self.args.device)
+        told = getattr(self, "loss_is_scaled_for_ga", None)  # the first releases of transformers 5 do not have it
+        if own is not None and (self._counts_items() if told is None else told):
+            weight = float(self.accelerator.reduce(torch.as_tensor(own).double(), "mean"))
             if not weight:
-                return _no_loss(num_items_in_batch, inputs)
+                return _no_loss(total, inputs)
+            share = own / (own if total is None else total)
+        elif told:
+            weight = 1.0
 
         def loss_fn(part: dict[str, Any]) -> Tensor:
-            items = num_items
+            items = total if told else own
             if items is not None and part is not inputs:
                 # A part counts by its examples. Divided by this share of the labels, each label counts once.
                 items = items * (num_examples(part) / num_examples(inputs))
             with self.compute_loss_context_manager():
                 loss: Tensor = self.compute_loss(model, dict(part), num_items_in_batch=items)
-            return loss
+            return loss / share if told else loss  # the mean over the micro-batch
 
         loss = probe(self.accelerator, model, self.optimizer, loss_fn, inputs, weight=weight)
         steps = self.args.torch_empty_cache_steps
         if steps is not None and self.state.global_step % steps == 0:
             clear_device_cache()
-        share = 1 / self.current_gradient_accumulation_steps
-        return loss * (share if weight is None else float(num_items / num_items_in_batch))
+        return loss * share
 
     def create_optimizer(self: Any, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Return the optimizer that was given, or make it of `optimizer_cls_and_kwargs`.
@@ -115,11 +119,8 @@ class ProbingTrainer:
                 "precision: write save_only_model=False."
             )
 
-    def _loss_is_mean_over_items(self: Any) -> bool:
-        """Whether `compute_loss` divides by the number of items, as transformers sees it."""
-        told = getattr(self, "loss_is_scaled_for_ga", None)  # the first releases of transformers 5 do not have it
-        if told is not None:
-            return bool(told)
+    def _counts_items(self: Any) -> bool:
+        """Whether a loss is divided by the number of items that it is given, as transformers sees it."""
         return bool(self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
 
     def _load_best_model(self: Any) -> None:

@@ -36,7 +36,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from bsam.batches import batches_of, inputs_and_labels, moved
+from bsam.batches import as_tensor, batches_of, inputs_and_labels, moved
 from bsam.interrupts import deferred, reading
 from bsam.likelihood import LearnedNoise
 from bsam.modules import Forward, evaluating, floating_type, preserved
@@ -197,7 +197,15 @@ def predict(
             advance()
             return columns
 
-        rows = collect(batches, device, average, dtype=floating_type(model), ignore_index=ignore_index)
+        next_tokens = forward is None and getattr(model, "loss_type", None) == "ForCausalLM"
+        rows = collect(
+            batches,
+            device,
+            average,
+            dtype=floating_type(model),
+            ignore_index=ignore_index,
+            next_tokens=next_tokens,
+        )
     settings = {"num_samples": passes.num_samples, "seed": seed, "computed_by": passes.computed_by}
     weights = passes.weights if keep_samples else None
     if weights is not None:
@@ -268,6 +276,7 @@ def collect(
     *,
     dtype: torch.dtype | None = None,
     ignore_index: int = -100,
+    next_tokens: bool = False,
 ) -> dict[str, Tensor | None]:
     """Concatenate the columns that `columns_of(inputs, labels)` returns for each batch.
 
@@ -277,11 +286,15 @@ def collect(
         columns_of: Returns tensors with one row per example, first those that have the classes or outputs.
         dtype: The type of inputs that are arrays of real numbers.
         ignore_index: What labels are padded with.
+        next_tokens: The model's answer at a position is the next token, as that of Transformers' causal language
+            models. The labels in a dictionary, which are its own tokens, are shifted by one, as these models do.
     """
     columns: list[dict[str, Tensor | None]] = []
     labelled: bool | None = None
     for i, batch in enumerate(reading(batches)):
         inputs, labels = inputs_and_labels(batch)
+        if next_tokens and isinstance(batch, Mapping) and labels is not None:
+            labels = nn.functional.pad(as_tensor(labels)[:, 1:], (0, 1), value=ignore_index)
         if labelled is not None and labelled != (labels is not None):
             raise ValueError(f"batch {i} has {'no ' if labelled else ''}labels, unlike earlier batches: all or none.")
         labelled = labels is not None
