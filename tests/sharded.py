@@ -506,7 +506,7 @@ def refusals(ranks):
     found["empty"] = said(lambda: optimizer.step(loss_of(model), *some))
     weight = math.nan if ranks.rank == 1 else 1.0
     found["weight"] = said(lambda: optimizer.probe(loss_of(model), *data(0), weight=weight))
-    for name in ("seed", "splits"):
+    for name in ("seed", "splits", "num_data"):
         other = make("BSAM", model, **{name: 1 + ranks.rank % 2})
         found[f"other {name}"] = said(lambda: other.step(loss_of(model), *data(0)))  # noqa: B023
     model.set_requires_gradient_sync(False)

@@ -155,6 +155,34 @@ def run_ddp_rank(rank, folder):
     leave()
 
 
+def run_other_options(rank, folder):
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    model = nn.Linear(3, 2)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    errors = []
+    for name, values in (("num_data", (50, 51)), ("seed", (0, 2**20)), ("lr", (0.1, 0.2))):
+        options = {"num_data": 50, name: values[rank]}
+        optimizer = bsam.BSAM(model.parameters(), process_group=dist.group.WORLD, **options)
+        try:
+            optimizer.step(lambda x: model(x).square().mean(), torch.ones(4, 3))
+        except ValueError as error:
+            errors.append(str(error))
+    unchanged = all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    torch.save({"errors": errors, "unchanged": unchanged}, f"{folder}/{rank}.pt")
+    leave()
+
+
+def test_ranks_with_different_options_are_refused(tmp_path):
+    start_ranks(run_other_options, (str(tmp_path),))
+    for rank, number in enumerate((50, 51)):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert len(found["errors"]) == 3
+        assert "different options, this one lr=1.0" in found["errors"][0]
+        assert f"num_data={number}" in found["errors"][0]
+        assert found["unchanged"]
+
+
 def test_a_ddp_wrapped_model_without_a_group_is_one_big_batch(tmp_path):
     """backward() of the wrapped model averages over ranks; the noise is the same on each."""
     start_ranks(run_ddp_rank, (str(tmp_path),))

@@ -9,6 +9,7 @@ import argparse
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Start three nodes of Ray on this machine.")
     parser.add_argument("--port", type=int, default=10001, help="port for clients")
     port = parser.parse_args().port
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just left is free
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            parser.error(f"port {port} cannot be used ({error.strerror}): write a free one, --port {port + 76}.")
     signals = {signal.SIGINT, signal.SIGTERM}
     with three_nodes(port) as cluster:
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # not before: the processes of Ray would inherit it

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bsam.interrupts import interruptible
 
-__all__ = ["all_reduce_sum", "average_over_ranks", "broadcast", "rank_of"]
+__all__ = ["all_equal", "all_reduce_sum", "average_over_ranks", "broadcast", "rank_of"]
 
 
 def rank_of(group: dist.ProcessGroup) -> int:
@@ -64,6 +64,12 @@ def all_reduce_sum(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     with interruptible():  # ranks may wait long for each other
         dist.all_reduce(flat, group=group)
     _scatter(flat, tensors)
+
+
+def all_equal(total: Tensor, total_of_squares: Tensor, world: int) -> list[bool]:
+    """Return whether numbers are equal on all ranks, given their sums over the ranks; integers below 2^26 are exact."""
+    equal: list[bool] = (world * total_of_squares == total.square()).tolist()
+    return equal
 
 
 def broadcast(tensors: list[Tensor], group: dist.ProcessGroup) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tools import three_nodes
+
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
 
@@ -49,3 +51,14 @@ def test_the_two_commands_of_the_page(tmp_path):
         first.send_signal(signal.SIGTERM)
         first.communicate(timeout=60)
     assert first.returncode == 0
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch, capsys):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(sys, "argv", ["three_nodes", "--port", str(port)])
+        with pytest.raises(SystemExit):
+            three_nodes.main()
+    assert f"port {port} cannot be used (Address already in use): write a free one, --port" in capsys.readouterr().err

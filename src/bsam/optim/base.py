@@ -282,8 +282,7 @@ class ProbingOptimizer(DiagnosingOptimizer):
         examples = sum(size for _, size in parts)
         number = float(examples if weight is None else weight)
         if self._sharded:
-            seed = self.param_groups[0].get("seed", 0)  # SAM draws no noise
-            number = agreed_weight(self._trained(), number, examples, self._option("splits"), seed)
+            number = agreed_weight(self._trained(), number, examples, self.param_groups)
         self._note_start()
         return slots, parts, number
 

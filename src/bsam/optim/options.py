@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -71,6 +72,29 @@ def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Accept one of the given values."""
     if not any(value is choice or value == choice for choice in choices):
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
+
+
+def fingerprint(groups: Sequence[Mapping[str, Any]]) -> int:
+    """Return a number below 2^20 that is the same for the same options, and else differs but once in a million."""
+    return int(hashlib.sha256("; ".join(map(listed, groups)).encode()).hexdigest()[:5], 16)
+
+
+def different(groups: Sequence[Mapping[str, Any]]) -> ValueError:
+    """Return the error for ranks whose fingerprints are not equal."""
+    return ValueError(
+        f"the ranks have optimizers with different options, this one {listed(groups[0])}: give the optimizers of all "
+        "ranks the same options. num_data is the number of examples of all ranks together."
+    )
+
+
+def listed(group: Mapping[str, Any]) -> str:
+    """Return the options of a group that are numbers, texts, pairs or None as text."""
+    kinds = (numbers.Real, str, tuple, list, type(None))
+    return ", ".join(
+        f"{name}={value!r}"
+        for name, value in group.items()
+        if name not in ("params", "param_names") and isinstance(value, kinds)
+    )
 
 
 def _number(name: str, value: Any) -> float:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bsam import shards
+from bsam.distributed import all_equal
+from bsam.optim import options
 from bsam.optim.splits import SplittingOptimizer
 
 __all__ = ["Hooks", "agreed_weight", "check_sharding", "refuse_batch"]
@@ -47,35 +50,31 @@ def check_sharding(optimizer: SplittingOptimizer, trained: Sequence[Tensor]) -> 
     return True
 
 
-def agreed_weight(trained: Sequence[Tensor], weight: float, size: int, splits: int, seed: int) -> float:
+def agreed_weight(trained: Sequence[Tensor], weight: float, size: int, groups: Sequence[dict[str, Any]]) -> float:
     """Return the mean weight of a micro-batch over the ranks; raise if the ranks do not fit each other.
 
-    With different weights the averages of one rank's elements would not be those of another's. With different seeds
+    With different weights the averages of one rank's elements would not be those of another's. With different options
     replicas would move apart.
 
     Args:
         trained: The parameters, which are sharded.
         weight: The weight on this rank.
         size: The number of examples on this rank.
-        splits: The number of parts that the optimizer asks for.
-        seed: The seed of the optimizer.
+        groups: The parameter groups, with the options of the optimizer.
     """
     found = shards.position(trained)
     assert found is not None
     world = found[1]
-    total, first, second = _sums(trained, weight, [size, splits, seed % 2**20])
+    total, first, second = _sums(trained, weight, [size, options.fingerprint(groups)])
     if total.isnan():
         raise RuntimeError(
             "another rank has refused its batch, so no rank takes this step: see the error of that rank. Is its batch "
             "empty? Give every rank at least one example per step, for example by drop_last=True in the DataLoader."
         )
-    same_size, same_splits, same_seed = (world * second == first.square()).tolist()  # if and only if all are equal
-    if not (same_splits and same_seed):
-        name, value = ("seed", seed) if same_splits else ("splits", splits)
-        raise ValueError(
-            f"the ranks have optimizers with different {name}, this one {name}={value}: give the optimizers of all "
-            "ranks the same options."
-        )
+    same_size, same_options = all_equal(first, second, world)
+    if not same_options:
+        raise options.different(groups)
+    splits = groups[0]["splits"]
     if splits > 1 and not same_size:
         raise ValueError(
             f"the ranks have batches of different sizes, this one {size} examples: with a sharded model and "
@@ -86,7 +85,7 @@ def agreed_weight(trained: Sequence[Tensor], weight: float, size: int, splits: i
 
 def refuse_batch(trained: Sequence[Tensor]) -> None:
     """Tell the other ranks, which wait in `agreed_weight`, that this rank refuses its batch: they raise, too."""
-    _sums(trained, math.nan, [0, 0, 0])
+    _sums(trained, math.nan, [0, 0])
 
 
 def _sums(trained: Sequence[Tensor], weight: float, numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:

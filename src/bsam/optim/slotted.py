@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from bsam import shards
-from bsam.distributed import average_over_ranks, broadcast, rank_of
+from bsam.distributed import all_equal, all_reduce_sum, average_over_ranks, broadcast, rank_of
 from bsam.modules import running_statistics
+from bsam.optim import options
 from bsam.optim.base_step import BaseStep
 from bsam.optim.checked import slots_of
 from bsam.optim.probing import Slot
@@ -109,9 +111,14 @@ class SlottedOptimizer(SplittingOptimizer):
         return 1 if found is None else found[1]
 
     def _synchronise(self) -> None:
-        """Start every rank from the weights and buffers of rank 0."""
+        """Start every rank from the weights and buffers of rank 0; raise if the ranks have different options."""
         assert self.process_group is not None
         tensors = [p for group in self.param_groups for p in group["params"]]
+        own = torch.tensor([options.fingerprint(self.param_groups)], dtype=torch.float64, device=tensors[0].device)
+        total, squares = own.clone(), own.square()
+        all_reduce_sum([total, squares], self.process_group)
+        if not all(all_equal(total, squares, dist.get_world_size(self.process_group))):
+            raise options.different(self.param_groups)
         if self.module is not None:
             tensors += list(self.module.buffers())
         broadcast(tensors, self.process_group)

@@ -37,7 +37,9 @@ class Storage:
         try:
             self._files, self._root = fsspec.core.url_to_fs(address, use_listings_cache=False)
         except (ImportError, ValueError) as error:
-            raise ValueError(f"--storage {address}: {error}") from error
+            raise ValueError(
+                f"--storage {address}: {error}. Write an address that fsspec knows, like s3://bucket/runs, or a path."
+            ) from error
 
     def __reduce__(self) -> tuple[type[Storage], tuple[str]]:
         return Storage, (self.address,)

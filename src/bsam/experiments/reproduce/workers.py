@@ -1,4 +1,7 @@
-"""Worker processes: if a worker dies, a new one takes its item."""
+"""Worker processes: if a worker dies, a new one takes its item.
+
+`concurrent.futures` gives up all items when one worker dies, and Ray is an extra that needs a cluster of its own.
+"""
 
 from __future__ import annotations
 
