@@ -2,7 +2,7 @@
 
     python benchmarks/scale.py --out results/scale.json
 
-Measured: the bytes that a rank writes to its sockets per step, with 1, 2 and 4 ranks on this machine (the system counts
+Measured: the bytes that a rank writes to its sockets per step, with 1 to 4 ranks on this machine (the system counts
 them by process), and the peak of a process's memory in copies of the weights. Computed: bytes and seconds per step for
 8 to 4096 ranks, by a model of devices and links (`Machine`) with collectives that are as good as they can be.
 """
@@ -33,7 +33,7 @@ import bsam
 from bsam.experiments.record import environment, write_json
 
 WIDTH, BATCH, STEPS = 512, 8, 5
-RANKS, LARGE_RANKS = (1, 2, 4), (8, 64, 512, 4096)
+RANKS, LARGE_RANKS = (1, 2, 3, 4), (8, 64, 512, 4096)
 
 
 # ------------------------------------------------------------------ what is sent
