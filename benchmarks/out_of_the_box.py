@@ -61,9 +61,12 @@ SETS = {
     "new-judged": new_data.JUDGED,
     "hard-choosing": hard_starts.CHOOSING,
     "hard-judged": hard_starts.JUDGED,
-    "explained": {"mnist_100": new_data.JUDGED["mnist_100"]},
+    "explained": {
+        "mnist_100": new_data.JUDGED["mnist_100"],
+        **{name: small_problems.JUDGED[name] for name in ("text_words", "wine_quality")},
+    },
 }
-"""`explained`: a judged problem on which bSAM failed, to find out why. Nothing is chosen on it."""
+"""`explained`: judged problems on which bSAM failed or was far behind, to find out why. Nothing is chosen on them."""
 PROBLEMS = {name: problem for problems in SETS.values() for name, problem in problems.items()}
 SOURCE: dict[str, ModuleType] = {
     **dict.fromkeys(small_problems.PROBLEMS, small_problems),

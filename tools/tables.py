@@ -53,7 +53,7 @@ _OF_A_RECORD: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
         for part in (
             *("", "_new", "_choosing", "_candidates"),
             *("_few", "_few_choosing", "_few_damping", "_few_candidates"),
-            *("_hard", "_hard_choosing", "_explained", "_many", "_many_splits"),
+            *("_hard", "_hard_choosing", "_explained", "_overconfident", "_many", "_many_splits"),
         )
         for what, markdown in (("", out_of_the_box.means_markdown), ("/problems", out_of_the_box.problems_markdown))
     },
