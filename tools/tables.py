@@ -51,8 +51,7 @@ _OF_A_RECORD: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     **{
         f"out_of_the_box{part}{what}": (markdown, "benchmarks/out_of_the_box.py")
         for part in (
-            *("", "_new", "_choosing", "_candidates"),
-            *("_few", "_few_choosing", "_few_damping", "_few_candidates"),
+            *("", "_new", "_choosing", "_few", "_few_choosing"),
             *("_hard", "_hard_choosing", "_explained", "_overconfident", "_many", "_many_splits"),
         )
         for what, markdown in (("", out_of_the_box.means_markdown), ("/problems", out_of_the_box.problems_markdown))

@@ -114,7 +114,7 @@ def _default_reasons(source: str, weight_decay: float) -> dict[str, str]:
         if weight_decay
         else f"{source} does not decay the weights.",
         "damping": "The default, chosen on small problems, as are rho, sqrt_num_data and max_grad_norm. It is 0.1, and "
-        "with fewer than 1,000 examples 100 / num_data, at most 1.",
+        "with fewer than 300 examples 30 / num_data, at most 1.",
         "rho": "The default.",
         "sqrt_num_data": "The default: the derivation's factor sqrt(N) in the curvature.",
         "max_grad_norm": "The default: it clips the norm of the gradient at the perturbed weights.",
