@@ -21,7 +21,7 @@ def test_the_two_commands_of_the_page(tmp_path):
     """On another port, and with the files in `tmp_path`."""
     pytest.importorskip("ray")
     page = (ROOT / "docs" / "cluster.md").read_text().split("<!-- commands -->")[1].split("<!-- end -->")[0]
-    nodes, command = re.findall(r"```bash\n(.*)\n```", page)
+    nodes, command = (each.replace("\\\n", " ") for each in re.findall(r"```bash\n(.*?)\n```", page, re.DOTALL))
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])

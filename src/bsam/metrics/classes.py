@@ -21,7 +21,7 @@ may depend on each other: a bootstrap over labels would give intervals that are 
 - AUROC of misclassification: Osawa et al. (2019), appendix H, <https://arxiv.org/abs/1906.02506>. It is exact, without
   a grid of thresholds. It is NaN if all examples are correct or all are wrong.
 
-Other packages may give other numbers. torchmetrics <= 1.9 counts a confidence of exactly 1.0 in a separate
+Other packages may give other numbers. torchmetrics 1.9 and older count a confidence of exactly 1.0 in a separate
 extra bin (<https://github.com/Lightning-AI/torchmetrics/issues/3510>), which changes the ECE of a network
 that saturates; here 1.0 belongs to the last bin. Its bins are also closed on the left, while those of
 Guo et al. are closed on the right. scikit-learn halves the Brier score of two classes.
@@ -207,7 +207,7 @@ class Metrics:
         """The metrics of all examples so far, with percentile bootstrap intervals over the examples.
 
         The interval of the AUROC uses the resamples in which it is defined. The ECE has no interval: it is biased, and
-        no bootstrap interval that we tried covers the truth as often as it claims (see the module's docstring).
+        no bootstrap interval that we tried covers the truth as often as it claims (see above).
 
         Args:
             num_bootstrap: number of resamples; 0 gives no intervals. 1000 of 10,000 examples take a second.

@@ -119,7 +119,7 @@ def update(
 class BSAM(GaussianOptimizer):
     r"""Bayesian SAM.
 
-    Letters and numbers of lines are those of the algorithm in the docstring of `bsam.optim.bsam`.
+    The letters are those of Algorithm 1 of the paper.
 
     Args:
         params: Parameters, named parameters, or groups of them. A group may override `lr`, `rho`,
@@ -150,7 +150,7 @@ class BSAM(GaussianOptimizer):
         sqrt_num_data: Whether the curvature is $\sqrt{N s} \lvert g \rvert$, as in the derivation, or
             $\sqrt s \lvert g \rvert$, as Algorithm 1 prints it. With the factor $\sqrt N$ the width of the posterior
             follows the gradients; without it the damping sets most of the width. In long training on many data, compare
-            both (docs/settings.md).
+            both (the page "Choosing the settings").
         max_noise: Limits the noise of a matrix of weights to this share of their root mean square. Biases and the
             scales of norms, which are vectors, then have no noise (unless no matrix has any); their posterior is a
             point. It matters for few data and for wide layers with small weights, where the noise would hide the
@@ -257,9 +257,9 @@ class BSAM(GaussianOptimizer):
     ) -> BSAM:
         r"""Make a bSAM for a problem on which `torch.optim.SGD(params, lr, momentum, weight_decay)` works.
 
-        SGD's steps can be had exactly (docs/coming_from.md has the algebra), but they are not good for bSAM. Both were
-        tried with several settings on small problems (docs/out_of_the_box.md), and no learning rate or weight decay
-        that was made from SGD's best ones was better than bSAM's defaults. So the learning rate is bSAM's default, 1.
+        SGD's steps can be had exactly (the page "Coming from" has the algebra), but they are not good for bSAM. Both
+        were tried with several settings on small problems (the page "Out of the box"), and no learning rate or weight
+        decay that was made from SGD's best ones was better than bSAM's defaults. So the learning rate is bSAM's default, 1.
         If parameter groups have rates of their own, these keep their proportion to `lr`.
 
         $\beta_1$ is SGD's momentum. Weights that SGD decays have bSAM's default weight decay, and the others none. All
@@ -295,7 +295,7 @@ class BSAM(GaussianOptimizer):
         r"""Make a bSAM for a problem on which `torch.optim.AdamW(params, lr, betas, weight_decay)` works.
 
         There is no algebra between the two: AdamW divides a gradient by its size, bSAM by a precision. The conversion
-        is a rule that was found by trying rates of both on small problems (docs/coming_from.md). AdamW's defaults
+        is a rule that was found by trying rates of both on small problems (the page "Coming from"). AdamW's defaults
         become bSAM's. Where AdamW needs a rate that is ten times larger, bSAM needs about twice its own:
 
         ```math

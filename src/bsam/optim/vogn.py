@@ -91,7 +91,7 @@ class VOGN(GaussianOptimizer):
     all at once by `torch.func.vmap` where that is possible and faster. So `loss_fn` must look its weights up in
     `module` when it is called, and examples must not mix: BatchNorm in training mode is refused.
 
-    Letters and numbers of lines are those of the algorithm in the docstring of `bsam.optim.vogn`.
+    The letters are those of the VOGN of Osawa et al. (2019).
 
     Args:
         params: Parameters, named parameters, or groups of them. A group may override `lr`, `prior_precision`, `betas`

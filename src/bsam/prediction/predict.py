@@ -144,7 +144,7 @@ def predict(
         ignore_index: Labels with this number have no say in metrics, as in `torch.nn.functional.cross_entropy`. If the
             batches have examples of different lengths, they are padded: predictions with NaN, labels with this number.
         keep_samples: Also return the probabilities (or outputs) of each sample: `sample_log_probs` and `sample_probs`
-            (or `sample_means`). They take num_samples times the memory.
+            (or `sample_means`). They take `num_samples` times the memory.
         forward: `forward(model, inputs)` runs the model, if `model(inputs)` is not the right call. Outputs that are not
             tensors must have `.logits` or `["logits"]`.
         vectorise: True: vmap, or an error. False: a loop. None: vmap on an accelerator, unless it fails or differs

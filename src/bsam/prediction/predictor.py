@@ -43,8 +43,8 @@ class Predictor(nn.Module):
     - classes: `"probs"` (n, ..., K), `"entropy"` (n, ...) and `"mutual_information"` (n, ...);
     - regression: `"mean"`, `"std"` (of a measurement) and `"epistemic_std"` (of the output over the samples).
 
-    The predictor has a copy of the model, and is always in evaluation mode. Its memory is that of num_samples times the
-    sampled parameters, and once the others. `save` and `load` need the class of the model; `to_onnx` and `export` write
+    The predictor has a copy of the model, and is always in evaluation mode. Its memory is `num_samples` times that of
+    the sampled parameters, and once the others. `save` and `load` need the class of the model; `to_onnx` and `export` write
     a program that needs neither it nor this package.
 
     Args:

@@ -63,7 +63,7 @@ class Predictions(_Saved):
     computed_by: str = ""
     """`"vmap"`, `"loop"` (with the reason, if vmap failed), `"mean"` or `"linearised"`."""
     ignore_index: int = -100
-    """The number of labels that are not rated: padding, or positions without a label."""
+    """The label that is not rated: of padding, or positions without a label."""
     sample_log_probs: Tensor | None = None
     """Logarithms of the probabilities of each sample, (num_samples, n, ..., K), if `keep_samples=True`. If no weight is
     sampled, there is one: the mean's, or one per part of a mixture."""

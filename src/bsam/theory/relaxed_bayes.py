@@ -41,7 +41,7 @@ Here the samples are only a start. A global search finds the $\theta$ that attai
 further tangent points until the program's value and the lower bound $\langle \lambda', \mu \rangle - f^*(\lambda')$
 agree to a tolerance. `tolerance=numpy.inf` is the paper's single program. The difference is large. On `separable_data`,
 prior precision 1, Bayes ends with variances (0.24, 0.22) and relaxed Bayes with (0.06, 0.05). With 64 sampled tangents
-instead of $f^{**}$ it seems to end near (0.18, 0.17), "very similar" to Bayes.
+instead of $f^{**}$ it seems to end near (0.18, 0.16), "very similar" to Bayes.
 
 A quadratic part of the loss, $\frac12 \langle \theta, A \theta \rangle$ with $A$ the majorant's curvature, is linear in
 $T(\theta)$. It is removed before the tangents and added to $\lambda'$ again, exactly. The rest must be convex.
