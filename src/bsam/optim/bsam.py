@@ -259,8 +259,8 @@ class BSAM(GaussianOptimizer):
 
         SGD's steps can be had exactly (the page "Coming from" has the algebra), but they are not good for bSAM. Both
         were tried with several settings on small problems (the page "Out of the box"), and no learning rate or weight
-        decay that was made from SGD's best ones was better than bSAM's defaults. So the learning rate is bSAM's default, 1.
-        If parameter groups have rates of their own, these keep their proportion to `lr`.
+        decay that was made from SGD's best ones was better than bSAM's defaults. So the learning rate is bSAM's
+        default, 1. If parameter groups have rates of their own, these keep their proportion to `lr`.
 
         $\beta_1$ is SGD's momentum. Weights that SGD decays have bSAM's default weight decay, and the others none. All
         other options are bSAM's defaults.

@@ -44,8 +44,8 @@ class Predictor(nn.Module):
     - regression: `"mean"`, `"std"` (of a measurement) and `"epistemic_std"` (of the output over the samples).
 
     The predictor has a copy of the model, and is always in evaluation mode. Its memory is `num_samples` times that of
-    the sampled parameters, and once the others. `save` and `load` need the class of the model; `to_onnx` and `export` write
-    a program that needs neither it nor this package.
+    the sampled parameters, and once the others. `save` and `load` need the class of the model; `to_onnx` and `export`
+    write a program that needs neither it nor this package.
 
     Args:
         model: The model. It need not hold the weights of the posterior. Its device is where the predictor is.

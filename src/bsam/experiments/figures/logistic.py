@@ -390,7 +390,7 @@ def draw_posterior(result: Logistic, figure: Figure) -> None:
     for k, w in enumerate(result.samples):
         left.plot(reach, -w[0] / w[1] * reach, color=ORANGE, lw=0.9, label="of samples" if k == 0 else None)
     left.plot(reach, -result.mode[0] / result.mode[1] * reach, color=BLACK, lw=2, label="of the MAP")
-    left.set(xlim=(-8.5, 5), ylim=(-5, 8.5), xlabel="$x_1$", ylabel="$x_2$", title="data, boundaries")
+    left.set(xlim=(-8.5, 5), ylim=(-8.5, 8.5), xlabel="$x_1$", ylabel="$x_2$", title="data, boundaries")
     left.legend(loc="lower left")
     filled = middle.contourf(result.weights, result.weights, result.density, levels=10, cmap="Blues")
     filled.set_rasterized(True)
