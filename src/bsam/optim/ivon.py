@@ -99,8 +99,8 @@ def update(
 class IVON(GaussianOptimizer):
     r"""Improved variational online Newton.
 
-    One gradient per step, at weights that are sampled from the posterior: the cost of Adam. Letters and numbers of
-    lines are those of the algorithm in the docstring of `bsam.optim.ivon`.
+    One gradient per step, at weights that are sampled from the posterior: the cost of Adam. The letters are those of
+    Shen et al. (2024).
 
     Args:
         params: Parameters, named parameters, or groups of them. A group may override `lr`, `prior_precision`, `betas`

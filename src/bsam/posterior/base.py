@@ -223,8 +223,8 @@ class Posterior(Protocol):
         Args:
             path: The file.
             frozen: False leaves out the parameters that training did not change, as `without_frozen` does: the
-                posterior of an adapter is about as small as the adapter. The file is then loaded for a base model that
-                has these parameters, `bsam.load_posterior(path, model=base)`.
+                posterior of an adapter is about twice as large as the adapter. The file is then loaded for a base model
+                that has these parameters, `bsam.load_posterior(path, model=base)`.
         """
         if not frozen:
             self.without_frozen().save(path)

@@ -30,7 +30,7 @@ class Biconjugate(NamedTuple):
 class WorstCase(NamedTuple):
     r"""A `Biconjugate` at one $\mu$, with the atoms and weights of the worst distribution.
 
-    The moments of this distribution are $\mu$, except where second moment has escaped to infinity.
+    The moments of this distribution are $\mu$, except where some second moment has escaped to infinity.
     """
 
     value: float
