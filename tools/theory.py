@@ -28,7 +28,8 @@ def theory_markdown(record: dict[str, Any]) -> dict[str, str]:
         cells = [f"{part[key][name]:.3f}" for key in ("mean_confidence", "mass_on_separating_weights")]
         cells += ["-" if distance is None else f"{distance:.4f}", *map(_pair, columns)]
         rows.append(f"| {title} | {' | '.join(cells)} |")
-    sets = ["| prior | data sets | SAM over | Laplace under | bSAM closest | median excess: SAM | bSAM | Laplace |"]
+    excess = " | ".join(f"median excess: {name}" for name in ("SAM", "bSAM", "Laplace"))
+    sets = [f"| prior | data sets | SAM over | Laplace under | bSAM closest | {excess} |"]
     sets.append("|---|---|---|---|---|---|---|---|")
     for row in record["data_sets"]:
         count, over = row["num_sets"], row["overconfident"]

@@ -19,7 +19,8 @@ _SCORES = {
 def pruning_markdown(record: dict[str, Any]) -> str:
     """Write accuracy and NLL, averaged over samples, against the share of weights that is kept."""
     lines = [
-        "| weights kept | accuracy, by signal-to-noise | by magnitude | NLL, by signal-to-noise | by magnitude |",
+        "| weights kept | accuracy, by signal-to-noise | accuracy, by magnitude "
+        "| NLL, by signal-to-noise | NLL, by magnitude |",
         "|---|---|---|---|---|",
     ]
     rows = {(row["by"], row["keep"]): row["averaged"] for row in record["rows"]}

@@ -78,10 +78,10 @@ _VALUES: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "near AUROC ↑": _near,
     "far AUROC ↑": _far,
     "corrupted: accuracy ↑": lambda numbers: 100 * numbers["mean"]["accuracy"],
-    "NLL ↓": lambda numbers: numbers["mean"]["nll"],
-    "ECE ↓": lambda numbers: numbers["mean"]["ece"],
+    "corrupted: NLL ↓": lambda numbers: numbers["mean"]["nll"],
+    "corrupted: ECE ↓": lambda numbers: numbers["mean"]["ece"],
     "rejection: area ↓": lambda numbers: 100 * numbers["scores"]["confidence"]["area"],
-    "accuracy of 90% ↑": lambda numbers: 100 * numbers["scores"]["confidence"]["accuracy_90"],
+    "rejection: accuracy of 90% ↑": lambda numbers: 100 * numbers["scores"]["confidence"]["accuracy_90"],
     "people ↓": lambda numbers: numbers["cross_entropy"],
 }
 
@@ -89,10 +89,10 @@ COLUMNS = (
     Column("near AUROC ↑", 2, "unknown"),
     Column("far AUROC ↑", 2, "unknown"),
     Column("corrupted: accuracy ↑", 2, "corruptions"),
-    Column("NLL ↓", 3, "corruptions"),
-    Column("ECE ↓", 4, "corruptions"),
+    Column("corrupted: NLL ↓", 3, "corruptions"),
+    Column("corrupted: ECE ↓", 4, "corruptions"),
     Column("rejection: area ↓", 3, "rejection"),
-    Column("accuracy of 90% ↑", 2, "rejection"),
+    Column("rejection: accuracy of 90% ↑", 2, "rejection"),
     Column("people ↓", 4, "human"),
 )
 """AUROC, accuracies and the area under risk and coverage are in percent."""

@@ -184,7 +184,7 @@ def worst_case(
 ) -> WorstCase:
     r"""$f^{**}(\mu)$ at one $\mu$ in any family and a few dimensions, with the distribution that attains it.
 
-    This solves the linear program in the docstring of `bsam.theory.fenchel` by adding atoms. HiGHS optimises the
+    This solves the linear program of $f^{**}$, without conjugates, by adding atoms. HiGHS optimises the
     weights of the present atoms, the dual variables are a $\lambda'$, and the $\theta$ that attain $f^*(\lambda')$ are
     the next atoms. The program's value is an upper bound on $f^{**}(\mu)$, and
     $\langle \lambda', \mu \rangle - f^*(\lambda')$ is a lower bound. The loop stops when they agree. In the dual this
