@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from bsam.experiments.style import BLACK, BLUE, GRAY, RED, new_figure, save
@@ -121,6 +122,7 @@ def numbers(axes: Axes, points: Curve, colour: str, *, above: bool = False) -> N
     """The cost at each point: below it, or above it on the left, where a curve that rises is not."""
     ha, va, offset = ("right", "bottom", (1, 2)) if above else ("center", "top", (0, -5))
     place: Any = {"ha": ha, "va": va, "xytext": offset, "textcoords": "offset points", "color": colour}
+    place["path_effects"] = [withStroke(linewidth=2, foreground="white")]  # where a line passes behind it
     for x, y in points:
         axes.annotate(f"{y:.2g}" if y < 0.1 else f"{y:.3g}", (x, y), **place)
 

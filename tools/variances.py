@@ -9,10 +9,10 @@ __all__ = ["pruning_markdown", "sensitivity_markdown"]
 _SCORES = {
     "loss": "loss",
     "margin": "margin",
-    "loss_change": "`loss_change`",
-    "loss_without": "loss + `loss_change`",
-    "output_change": "length of `output_change`",
-    "prediction_change": "length of `prediction_change`",
+    "loss_change": "change of the loss, `loss_change`",
+    "loss_without": "loss without the example, loss + `loss_change`",
+    "output_change": "change of the outputs, length of `output_change`",
+    "prediction_change": "change of the probabilities, length of `prediction_change`",
 }
 
 

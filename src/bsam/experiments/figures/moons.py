@@ -92,7 +92,7 @@ def draw_moons(result: Moons, figure: Figure) -> None:
         image = _map(axes, result, method)
     for axes in panels[:, 0]:
         axes.set_ylabel("second feature")
-    for axes in (panels[1, 0], panels[0, 1]):
+    for axes in panels.flat[:3]:
         axes.set_xlabel("first feature")
         axes.tick_params(labelbottom=True)
     key = panels[1, 1]
