@@ -64,7 +64,8 @@ class ProbingTrainer:
         steps = self.args.torch_empty_cache_steps
         if steps is not None and self.state.global_step % steps == 0:
             clear_device_cache()
-        return loss * share
+        in_step: Tensor = loss * share
+        return in_step
 
     def create_optimizer(self: Any, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Return the optimizer that was given, or make it of `optimizer_cls_and_kwargs`.
