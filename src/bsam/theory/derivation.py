@@ -160,7 +160,7 @@ def bsam_update(
         learning_rate: $\alpha$.
         beta2: 1 minus the learning rate of $s$.
         damping: $\gamma$.
-        sqrt_num_data: True keeps the $\sqrt N$ of the derivation (Eq. 27), which Algorithm 1 leaves out.
+        sqrt_num_data: True keeps the $\sqrt N$ of the derivation (Eq. 27 and 30), which Algorithm 1 leaves out.
     """
     N = num_data
     s = N * unit_precision
