@@ -39,7 +39,7 @@ from bsam.modules import BufferSnapshot, GradientSnapshot, LossFunction, all_buf
 from bsam.optim import options
 from bsam.optim.arithmetic import all_finite, clip_gradient, write
 from bsam.optim.diagnosing import DiagnosingOptimizer
-from bsam.optim.leftover import not_left, note_as_left
+from bsam.optim.leftover import not_left, note_as_left, refuse_accumulated
 from bsam.optim.micro_batches import Kept, MicroBatch
 from bsam.optim.pending import Pending, Probed
 from bsam.optim.probing import MeanSnapshot, Prober, Slot, emptied
@@ -294,7 +294,7 @@ class ProbingOptimizer(DiagnosingOptimizer):
                 "not its value, optimizer.step(loss_fn, x, y), where loss_fn(x, y) runs the model and returns the mean "
                 "loss. It is called several times, at different weights."
             )
-        _refuse_accumulated(closure)
+        refuse_accumulated(closure)
         self._check_batch(batch)
         splits = self._option("splits")
         parts = split_batch(batch, splits, counted=counted)
@@ -639,18 +639,3 @@ class ProbingOptimizer(DiagnosingOptimizer):
             f"{'; '.join(bad)}. Weights and state are unchanged.{drop} Look at the batch, lower lr or rho, or skip "
             "steps like this one with nonfinite='skip'."
         )
-
-
-def _refuse_accumulated(closure: LossFunction) -> None:
-    """Raise at the closure of Lightning's automatic optimization, which holds the module, if it has a part of a loss.
-
-    The gradients of earlier micro-batches are refused where they are found. The only batch of an epoch has none.
-    """
-    for held in getattr(closure, "args", ()):
-        number = getattr(getattr(held, "_trainer", None), "accumulate_grad_batches", 1)
-        if number > 1:
-            raise RuntimeError(
-                f"Trainer(accumulate_grad_batches={number}) divides the loss by {number}, and the step would be that "
-                "of a part of the loss: leave it out of the Trainer, and train with bsam.integrations.lightning, "
-                f"whose LightningModule has accumulate_grad_batches={number}."
-            )
