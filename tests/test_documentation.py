@@ -8,6 +8,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+import torch
 
 from bsam.experiments import demo
 from bsam.experiments.comparison import TABLES
@@ -32,7 +33,8 @@ def marks(page):
     """Code that needs a library runs with the tests of integrations; timm's where torchvision fits torch."""
     name = library(page)
     if name is None:
-        return []
+        old = torch.__version__ < "2.11" and "to_onnx" in page.read_text()
+        return [pytest.mark.skipif(old, reason="writes an ONNX file, which needs torch 2.11 or newer")]
     missing = pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}")
     found = [pytest.mark.integrations, missing]
     return [*found, pytest.mark.gpu] if name == "timm" else found

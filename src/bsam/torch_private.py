@@ -1,6 +1,6 @@
 """All uses of torch's private names, each under a name of our own.
 
-Private names may change in torch without notice; this is the only file that would break. For torch 2.11 to 2.13.
+Private names may change in torch without notice; this is the only file that would break. For torch 2.8 to 2.13.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 def reduces_gradients(shard: Any) -> bool:
     """Whether a part of a model under `fully_shard` averages its gradients over the ranks in a backward pass."""
     state = shard._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group, or none
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch up to 2.11 has one group, or none
     groups = [state._fsdp_param_group] if groups is None else groups
     return all(group.reduce_grads and group.all_reduce_grads for group in groups if group is not None)
 

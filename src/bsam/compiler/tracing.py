@@ -17,9 +17,6 @@ from bsam.torch_private import compile_graph, trace_graph
 
 __all__ = ["compile_function", "compile_in_two"]
 
-TOGETHER = {"combo_kernels": True}
-"""Compiler option that merges small independent kernels into one. It makes large sums slower."""
-
 Function = Callable[..., Sequence[Tensor]]
 
 
@@ -46,10 +43,18 @@ def compile_in_two(function: Function, inputs: list[Tensor]) -> Function:
     graph = _trace(function, inputs)
     last = last_sums(graph)
     if not last:
-        return _compile(graph, inputs, TOGETHER)
+        return _compile(graph, inputs, _merging(inputs))
     parts = split_module(graph, graph, lambda node: int(node in last))
     _CompileParts(parts).run(*inputs)
     return parts
+
+
+def _merging(inputs: Sequence[Any]) -> dict[str, Any]:
+    """Return the compiler's option to merge small independent kernels into one launch; it makes large sums slower.
+
+    On a CPU nothing is launched, and the compiler of torch 2.8 raises there.
+    """
+    return {"combo_kernels": any(isinstance(t, Tensor) and t.device.type == "cuda" for t in inputs)}
 
 
 def _trace(function: Function, inputs: list[Tensor]) -> GraphModule:
@@ -74,7 +79,7 @@ class _CompileParts(Interpreter):
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compile a part for these inputs."""
-        part = _Compiled(_compile(self.fetch_attr(target), list(args), TOGETHER))
+        part = _Compiled(_compile(self.fetch_attr(target), list(args), _merging(args)))
         setattr(self.module, target, part)
         return part(*args)
 

@@ -1,8 +1,8 @@
 """Exports a predictor: as a program of `torch.export`, or as an ONNX file.
 
 A program contains the samples. Stacked, it has the network once, in a loop over the samples (ONNX: `Scan`). Unrolled,
-it has the network num_samples times, which takes minutes to export for a deep network and many samples. Every program
-is run once and compared with the predictor.
+it has the network num_samples times, which takes minutes to export for a deep network and many samples. torch 2.8 has
+no such loop, so there all programs are unrolled. Every program is run once and compared with the predictor.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ __all__ = ["export_program", "write_onnx"]
 
 _MOST_ONNX_BYTES = 2**31 - 2**20
 """Largest size of the weights in an ONNX file, which must be smaller than 2 GiB."""
+_OLDEST_FOR_ONNX = "2.11"
+"""The oldest torch on which ONNX files were written; the exporter of 2.8 fails."""
 
 
 def export_program(predictor: Predictor, inputs: Any, dynamic_shapes: Any, unroll: bool | None) -> ExportedProgram:
@@ -62,6 +64,11 @@ def write_onnx(
             f"to_onnx needs {error.name}, which is missing. In the folder of bsam's source, write: "
             "pip install '.[export]'"
         ) from error
+    if torch.__version__ < _OLDEST_FOR_ONNX:
+        raise RuntimeError(
+            f"to_onnx needs torch {_OLDEST_FOR_ONNX} or newer, and this is torch {torch.__version__}: "
+            "install a newer torch, or write predictor.export(inputs), a program that needs PyTorch to run."
+        )
     size = sum(tensor.numel() * tensor.element_size() for tensor in chain(predictor.parameters(), predictor.buffers()))
     if size > _MOST_ONNX_BYTES:
         raise ValueError(
