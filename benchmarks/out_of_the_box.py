@@ -1,7 +1,7 @@
 """How good optimizers are before anybody tunes them, on the problems of `small_problems.py` and its neighbours.
 
     python -m benchmarks.out_of_the_box --data DATA --set choosing
-    python -m benchmarks.out_of_the_box --data DATA --set judged --out results/out_of_the_box.json
+    python -m benchmarks.out_of_the_box --data DATA --set judged --seeds 10 --out results/out_of_the_box.json
     python -m benchmarks.out_of_the_box --data DATA --set few-judged --kinds defaults converted
 
 One run trains a network with a cosine schedule without warm-up and predicts. SGD, AdamW and SAM predict with their
