@@ -180,6 +180,7 @@ class Ranks:
 def run(rank, folder, names):
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.8, when it saves a checkpoint
     store = dist.FileStore(f"{folder}/store", 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=TIMEOUT)
     ranks = Ranks(rank, folder)
@@ -494,6 +495,9 @@ def refusals(ranks):
     found["swag"] = said(lambda: bsam.SWAG(model))
     found["laplace"] = said(lambda: bsam.laplace(model, "categorical", data(0)[0], prior_precision=1.0))
     found["some"] = said(lambda: bsam.BSAM([model.gains], num_data=10, module=model))
+    bsam.shards._OLDEST, oldest = "99", bsam.shards._OLDEST
+    found["old torch"] = said(lambda: make("BSAM", model))
+    bsam.shards._OLDEST = oldest
     optimizer = make("BSAM", model)
     found["train step"] = said(lambda: bsam.TrainStep(optimizer, loss_of(model), data(0)))
     posterior = quiet_posterior(optimizer)

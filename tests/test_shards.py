@@ -15,7 +15,10 @@ from bsam import shards
 from tests import sharded
 from tests.sharded import METHODS, SCENARIOS, STEPS, WORLDS
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(torch.__version__ < shards._OLDEST, reason=f"needs torch {shards._OLDEST} or newer"),
+]
 
 # The ranks are forked from a process of their own, which imports this module, and what torch imports in a first step,
 # once; a fresh start of each would be most of the time.
@@ -242,6 +245,7 @@ REFUSED = {
     "swag": "use the posterior of bsam.BSAM",
     "laplace": "use the posterior of bsam.BSAM",
     "some": "tokens.weight of the sharded model requires a gradient.*freeze it",
+    "old torch": "sharded models need torch 99 or newer, and this is torch",
     "train step": "TrainStep is not possible.*module= is sharded",
     "predict": "load it with bsam.load_posterior",
     "scaler": "use bfloat16 without a scaler",

@@ -54,6 +54,9 @@ __all__ = [
     "write",
 ]
 
+_OLDEST = "2.11"
+"""The oldest torch on which sharded models were tested."""
+
 
 class Part(NamedTuple):
     """The elements of a tensor that this rank holds: `length` of dimension `dim`, from `start`."""
@@ -306,6 +309,11 @@ def check_model(module: nn.Module | None, parameters: Sequence[Tensor]) -> bool:
             "the parameters are DTensors, but no part of module= is under torch.distributed.fsdp.fully_shard: tensor "
             "parallelism is not supported. Shard the model by fully_shard instead, or give the optimizer ordinary "
             "parameters."
+        )
+    if torch.__version__ < _OLDEST:
+        raise RuntimeError(
+            f"sharded models need torch {_OLDEST} or newer, and this is torch {torch.__version__}, whose fully_shard "
+            "does not recover from a pass that failed: install a newer torch, or use process_group= with whole models."
         )
     names = {id(p): name for name, p in module.named_parameters()}
     for parameter in parameters:

@@ -175,3 +175,11 @@ def test_workers_share_the_cores_and_keep_to_omp_num_threads(monkeypatch, variab
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     assert share_cores(jobs, small=small) == shares
+
+
+def test_beside_an_accelerator_a_worker_has_four_threads_at_most(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("bsam.experiments.reproduce.workers.available_cores", lambda: 16)
+    assert [share_cores(jobs, small=False, accelerated=True) for jobs in (None, 2, 8)] == [(1, 4), (2, 4), (8, 2)]
+    monkeypatch.setenv("OMP_NUM_THREADS", "9")
+    assert share_cores(None, small=False, accelerated=True) == (1, 9)  # who sets it means it

@@ -50,7 +50,7 @@ def carry_out(plan: Plan, scale: Scale, records: Path, options: Work, *, work: C
     small, device, jobs = scale == "tiny", None, 1
     if options.on is None:
         device = choose_device(options.device)
-        jobs, threads = share_cores(options.jobs, small=small)
+        jobs, threads = share_cores(options.jobs, small=small, accelerated=device.type != "cpu")
         torch.set_num_threads(threads)
     _show_plan(console, plan, scale, records, jobs, device)
     if options.dry_run or not plan.tasks:

@@ -62,10 +62,11 @@ def machines(
     """
     settings: dict[str, Any] = {"device": options.device, "data": options.data, "save_minutes": options.save_minutes}
     if options.on is None:
-        jobs, threads = share_cores(options.jobs, small=small)
+        device = choose_device(options.device).type
+        jobs, threads = share_cores(options.jobs, small=small, accelerated=device != "cpu")
         torch.set_num_threads(threads)
         run = functools.partial(run_all, jobs=jobs, threads=threads, retries=options.retries)
-        stacked = choose_device(options.device).type == "cuda"
+        stacked = device == "cuda"
         yield Machines(run, settings, stacked if options.stack_seeds is None else options.stack_seeds)
         return
     folders = set(folders)

@@ -45,6 +45,7 @@ Report = Callable[[float], None]
 Work = Callable[[Item, Report], None]
 
 _SECONDS_BETWEEN_REPORTS = 0.2
+_MOST_BESIDE_ACCELERATOR = 4  # threads: with 16 the metrics of 10,000 predictions take as long
 _SPAWN = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
 
 
@@ -237,12 +238,14 @@ def now_and_then(report: Report, seconds: float) -> Report:
 # ------------------------------------------------------------------ cores
 
 
-def share_cores(jobs: int | None, *, small: bool) -> tuple[int, int]:
+def share_cores(jobs: int | None, *, small: bool, accelerated: bool = False) -> tuple[int, int]:
     """Return the number of workers, and the number of threads per worker.
 
     Args:
         jobs: Number of workers. The default is one worker, or as many as there are cores for if `small`.
         small: Whether the networks are too small for more than one thread.
+        accelerated: Whether an accelerator trains and predicts. What is left for the cores, metrics of predictions, is
+            no faster with more than a few threads, and far slower when several commands have as many threads as cores.
 
     OMP_NUM_THREADS, if it is set, is the number of threads.
     """
@@ -251,7 +254,8 @@ def share_cores(jobs: int | None, *, small: bool) -> tuple[int, int]:
         threads = max(1, int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
         return jobs or (max(1, cores // threads) if small else 1), threads
     jobs = jobs or (cores if small else 1)
-    return jobs, 1 if small else max(1, cores // jobs)
+    threads = 1 if small else max(1, cores // jobs)
+    return jobs, min(threads, _MOST_BESIDE_ACCELERATOR) if accelerated else threads
 
 
 def available_cores(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
