@@ -33,8 +33,8 @@ def marks(page):
     """Code that needs a library runs with the tests of integrations; timm's where torchvision fits torch."""
     name = library(page)
     if name is None:
-        old = torch.__version__ < "2.11" and "to_onnx" in page.read_text()
-        return [pytest.mark.skipif(old, reason="writes an ONNX file, which needs torch 2.11 or newer")]
+        asks = re.search(r"\b(to_onnx|fully_shard)\(", page.read_text())
+        return [pytest.mark.skipif(bool(asks) and torch.__version__ < "2.11", reason="needs torch 2.11 or newer")]
     missing = pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}")
     found = [pytest.mark.integrations, missing]
     return [*found, pytest.mark.gpu] if name == "timm" else found
