@@ -45,7 +45,7 @@ Report = Callable[[float], None]
 Work = Callable[[Item, Report], None]
 
 _SECONDS_BETWEEN_REPORTS = 0.2
-_MOST_BESIDE_ACCELERATOR = 4  # threads: with 16 the metrics of 10,000 predictions take as long
+_MOST_BESIDE_ACCELERATOR = 4  # threads: with 16 the metrics of 10,000 predictions take as long, intervals 0.1 s less
 _SPAWN = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
 
 
@@ -244,8 +244,8 @@ def share_cores(jobs: int | None, *, small: bool, accelerated: bool = False) -> 
     Args:
         jobs: Number of workers. The default is one worker, or as many as there are cores for if `small`.
         small: Whether the networks are too small for more than one thread.
-        accelerated: Whether an accelerator trains and predicts. What is left for the cores, metrics of predictions, is
-            no faster with more than a few threads, and far slower when several commands have as many threads as cores.
+        accelerated: Whether an accelerator trains and predicts. What is left for the cores, metrics of predictions,
+            gains next to nothing from more than a few threads, and several commands on one machine need cores, too.
 
     OMP_NUM_THREADS, if it is set, is the number of threads.
     """
