@@ -27,7 +27,7 @@ from tests.prediction.models import (
 from tests.prediction.test_predictor import CASES, Tokens, assert_same, expected, ids
 
 pytestmark = WITH_STATISTICS_OF_THE_MEAN
-OLD = torch.__version__ < "2.11"  # no loops in programs, and an exporter to ONNX that fails
+OLD = torch.__version__ < exporting._OLDEST_FOR_ONNX  # no loops in programs, and an exporter to ONNX that fails
 needs_onnx = pytest.mark.skipif(
     OLD or not all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime", "onnxscript")),
     reason="needs torch 2.11 or newer, and pip install '.[export]'",
