@@ -32,6 +32,7 @@ __all__ = [
     "named_parameters",
     "normalisation_layers",
     "output_tensor",
+    "padding_rows",
     "preserved",
     "preserved_attributes",
     "restored_on_failure",
@@ -109,6 +110,19 @@ def keys_of(module: nn.Module, parameters: Sequence[Tensor]) -> list[str]:
 def all_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return owner and name of every buffer of `module`."""
     return [(owner, name) for owner in module.modules() for name in own_buffers(owner)]
+
+
+def padding_rows(module: nn.Module) -> dict[int, int]:
+    """Return the row of each embedding that stands for padding, by the `id` of the weights. No gradient reaches it.
+
+    Weights that another layer uses too, as a tied output layer does, are left out: that layer trains the row.
+    """
+    rows: dict[int, set[int | None]] = {}
+    for layer in module.modules():
+        row = layer.padding_idx if isinstance(layer, nn.Embedding | nn.EmbeddingBag) else None
+        for parameter in layer.parameters(recurse=False):
+            rows.setdefault(id(parameter), set()).add(row)
+    return {key: row for key, found in rows.items() if len(found) == 1 and (row := next(iter(found))) is not None}
 
 
 def normalisation_layers(module: nn.Module) -> list[tuple[str, NormBase]]:

@@ -45,6 +45,7 @@ __all__ = [
     "refuse_sharded",
     "reset",
     "reshard",
+    "row_here",
     "sum_everywhere",
     "sum_parts",
     "true_anywhere",
@@ -107,6 +108,14 @@ def part_of(tensor: Tensor) -> Part | None:
     rows = -(-size // ranks)  # of the first ranks, as torch.chunk cuts
     start = min(tensor.device_mesh.get_local_rank(axis) * rows, size)
     return Part(dim, start, min(rows, size - start))
+
+
+def row_here(tensor: Tensor, row: int | None) -> int | None:
+    """Return the number of a row among those on this rank, or None if there is no such row or another rank has it."""
+    part = part_of(tensor)
+    if row is None or part is None or part.dim != 0:
+        return row
+    return row - part.start if part.start <= row < part.start + part.length else None
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:

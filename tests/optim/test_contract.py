@@ -21,7 +21,7 @@ from torch.optim import lr_scheduler
 import bsam
 from tests.extragradient import Extragradient
 from tests.forked import call
-from tests.optim.contract import assert_same, batch, cross_entropy, network, snapshot, take_step, weights
+from tests.optim.contract import assert_same, batch, cross_entropy, network, snapshot, take_step, trained, weights
 from tests.optimizers import METHODS, make
 from tests.problems import holding
 
@@ -174,21 +174,30 @@ def test_a_failing_update_restores_weights_gradients_and_buffers(name, monkeypat
     assert_same(snapshot(model, optimizer), before)
 
 
-def test_an_update_that_fails_half_way_changes_nothing(name):
-    """The options of the second group make its formulas raise; those of the first are good."""
+def test_an_update_that_fails_half_way_changes_nothing(name, monkeypatch):
+    """The formulas of the second group raise; those of the first are good."""
     model = network(name)
     groups = [{"params": model[0].parameters()}, {"params": model[3].parameters()}]
     optimizer = make(name, groups, module=model, **({"foreach": False} if METHODS[name].base else {}))
+    update = optimizer._update
+
+    def fails(slot, **averages):
+        if slot.group is optimizer.param_groups[1]:
+            raise RuntimeError("no memory")
+        return update(slot, **averages)
+
     for steps in (0, 1):
         gaussian, with_base = METHODS[name].gaussian, METHODS[name].base
-        bad = {"betas": (torch.ones(7), 0.9)} if gaussian else {"weight_decay" if with_base else "momentum": "heavy"}
+        bad = {} if gaussian else {"weight_decay" if with_base else "momentum": "heavy"}
         good = {key: optimizer.param_groups[1][key] for key in bad}
         before, addresses = (
             snapshot(model, optimizer),
             [s.data_ptr() for p in optimizer.state.values() for s in p.values()],
         )
         optimizer.param_groups[1].update(bad)
-        with pytest.raises((TypeError, RuntimeError)):
+        with monkeypatch.context() as patch, pytest.raises((TypeError, RuntimeError)):
+            if gaussian:
+                patch.setattr(optimizer, "_update", fails)
             optimizer.step(cross_entropy(model), *batch())
         optimizer.param_groups[1].update(good)
         assert_same(snapshot(model, optimizer), before)
@@ -437,8 +446,60 @@ def test_a_loss_without_a_graph_moves_nothing_and_warns(name):
 def test_parameters_that_all_are_frozen(name):
     w = torch.ones(2)
     optimizer = make(name, [w])
-    assert take_step(optimizer, lambda: torch.tensor([1.0])) == 1.0
+    with pytest.warns(UserWarning, match="all parameters are frozen"):
+        assert take_step(optimizer, lambda: torch.tensor([1.0])) == 1.0
+    assert take_step(optimizer, lambda: torch.tensor([1.0])) == 1.0  # one warning is enough
     assert torch.equal(w, torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:after 3 steps")
+def test_the_posterior_of_weights_that_were_frozen_after_training_is_refused(name):
+    """Frozen weights are points, so what was learned would be gone without a word."""
+    model, optimizer = trained(name)
+    model.requires_grad_(False)
+    if METHODS[name].gaussian:
+        with pytest.raises(RuntimeError, match="take the posterior before"):
+            optimizer.posterior(model)
+        model.requires_grad_(True)
+    assert optimizer.posterior(model).num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_options_that_are_written_into_a_group_are_checked_before_the_next_step(name):
+    model, optimizer = trained(name)
+    before = snapshot(model, optimizer)
+    group = optimizer.param_groups[0]
+    for option, bad in [("lr", float("nan")), ("splits", 0), ("nonfinite", "ignore")]:
+        good, group[option] = group[option], bad
+        with pytest.raises(ValueError, match=f"{option}="):
+            optimizer.step(cross_entropy(model), *batch())
+        group[option] = good
+        assert_same(snapshot(model, optimizer), before)
+    optimizer.step(cross_entropy(model), *batch())
+
+
+def test_groups_that_no_longer_agree_are_refused(name):
+    model = network(name)
+    optimizer = make(name, [{"params": [p]} for p in model.parameters()])
+    optimizer.step(cross_entropy(model), *batch())
+    before = snapshot(model, optimizer)
+    good, optimizer.param_groups[1]["splits"] = optimizer.param_groups[1]["splits"], 3
+    with pytest.raises(ValueError, match="splits is an option of the whole optimizer"):
+        optimizer.step(cross_entropy(model), *batch())
+    optimizer.param_groups[1]["splits"] = good
+    assert_same(snapshot(model, optimizer), before)
+
+
+def test_a_parameter_that_is_twice_in_a_group_is_refused(name):
+    w = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="twice in one group"):
+        make(name, [w, w])
+
+
+def test_an_embedding_that_shortens_its_rows_is_refused(name):
+    model = nn.Sequential(nn.Embedding(4, 3, max_norm=1.0), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="the embedding 0 has max_norm=1.0"):
+        make(name, model.parameters(), module=model)
+    make(name, model[1].parameters(), module=model)  # not trained by this optimizer
 
 
 def test_tied_weights_are_one_parameter(name):

@@ -344,3 +344,12 @@ def test_learned_noise_is_a_point():
     assert found.std["log_noise_std"] == 0
     for name, std in expected.std.items():
         torch.testing.assert_close(found.std[f"network.{name}"], std)
+
+
+def test_padding_of_an_embedding_is_a_point():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 3, padding_idx=1), nn.Flatten(), nn.Linear(6, 2))
+    data = torch.tensor([[0, 2], [3, 4], [0, 1]]), torch.tensor([0, 1, 1])
+    std = bsam.laplace(model, "categorical", data, prior_precision=4.0).std["0.weight"]
+    assert not std[1].any()
+    assert (std[[0, 2, 3, 4]] > 0).all()

@@ -61,6 +61,7 @@ class Draws:
         for i, theta in enumerate(self.theta):
             if theta.device.type == "cuda" and theta.dtype == torch.float32:
                 self._by_kernel(i, theta)
+                self._without_noise(i, theta)
             else:
                 self._by_method(i, theta)
 
@@ -81,6 +82,16 @@ class Draws:
         s, steps = self.noise_precision(i), pack.state["step"]
         assert self._seeds is not None
         sample_posterior(theta, pack.weights, s, self._tables[i], steps, self._seeds, N)
+
+    def _without_noise(self, i: int, theta: Tensor) -> None:
+        """Write the mean of rows that stand for padding, which the kernel does not know."""
+        pack = self._packs[i]
+        for run, slots in enumerate(pack.runs):
+            for place, slot in enumerate(slots):
+                if slot.padding is not None:
+                    size = slot.parameter[0].numel()
+                    start = pack.offsets[place] + slot.padding * size
+                    theta[run, :, start : start + size] = pack.weights[run, start : start + size]
 
     def _by_method(self, i: int, theta: Tensor) -> None:
         pack = self._packs[i]

@@ -216,6 +216,7 @@ class TrainStep:
         checks.alike(self._methods)
         checks.unchanged(self._fixed, self._methods)
         for method in self._methods:
+            method._check_changes()
             method._refuse_if_away("take a step")
             method._refuse_if_pending("take a compiled step")
             method._note_start()

@@ -562,6 +562,7 @@ class ProbingOptimizer(DiagnosingOptimizer):
                 "an optimizer with a process_group cannot be copied or pickled: a group belongs to its process. "
                 "Save optimizer.state_dict() instead."
             )
+        self._refuse_if_away("copy the optimizer")
         self._refuse_if_pending("copy the optimizer")
         own = {"module": self.module, "process_group": None, "vectorise": self.vectorise}
         return {**super().__getstate__(), **own}
@@ -611,6 +612,10 @@ class ProbingOptimizer(DiagnosingOptimizer):
 
     def _warn_of_unseen(self, slots: list[Slot]) -> None:
         """Warn about parameters that no gradient reached, once per parameter."""
+        if not self._trained() and "frozen" not in self._warned:
+            self._warned.add("frozen")
+            text = "all parameters are frozen (requires_grad=False), so nothing is trained."
+            warnings.warn(text, stacklevel=callers_level())
         unseen = [slot for slot in slots if not slot.seen and slot.index not in self._warned]
         if unseen:
             self._warned.update(slot.index for slot in unseen)

@@ -60,6 +60,7 @@ class CheckedOptimizer(Optimizer):
 
     def _reset(self) -> None:
         """Initialise the attributes that are neither option nor state, also in a copy or an unpickled optimizer."""
+        self._checked_options: list[list[Any]] | None = None  # the options of the groups when they were last checked
 
     def _option(self, name: str) -> Any:
         """Return the value of an option of the whole optimizer."""
@@ -84,8 +85,11 @@ class CheckedOptimizer(Optimizer):
         self._check_keys(group)
         self._check_group(group)
         self._check_agreement([*self.param_groups, group])
-        for parameter in [params] if isinstance(params, Tensor) else params:
-            _check_parameter(parameter[1] if isinstance(parameter, tuple) else parameter)
+        each = [p[1] if isinstance(p, tuple) else p for p in ([params] if isinstance(params, Tensor) else params)]
+        for parameter in each:
+            _check_parameter(parameter)
+        if len({id(parameter) for parameter in each}) < len(each):
+            raise ValueError("a parameter is twice in one group: write model.parameters(), which has tied weights once.")
         if self._made and not isinstance(params, set):  # torch refuses a set
             self._check_belongs([params] if isinstance(params, Tensor) else params)
         return group
@@ -111,6 +115,15 @@ class CheckedOptimizer(Optimizer):
             values = [group[name] for group in groups if name in group]
             if any(value != values[0] for value in values):
                 raise ValueError(f"{name} is an option of the whole optimizer, but the groups say {values}.")
+
+    def _check_changes(self) -> None:
+        """Check the options of the groups if one was written into a group since the last call."""
+        now = [[group.get(name) for name in self.defaults] for group in self.param_groups]
+        if now != self._checked_options:
+            for group in self.param_groups:
+                self._check_group(group)
+            self._check_agreement(self.param_groups)
+            self._checked_options = now
 
     # ------------------------------------------------------------------ states
 

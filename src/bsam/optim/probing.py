@@ -55,6 +55,8 @@ class Slot:
     """Whether the mean is a copy. Without it nothing is written to the weights before the last formula."""
     norm: Callable[[], Tensor] | None = None
     """Returns the norm of a sharded parameter's mean, over all ranks."""
+    padding: int | None = None
+    """The row that stands for padding in an embedding; it has no noise. Of a sharded one, the row on this rank."""
 
     @property
     def dtype(self) -> torch.dtype:

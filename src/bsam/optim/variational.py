@@ -145,15 +145,19 @@ class GaussianOptimizer(ProbingOptimizer):
             dtype=slot.dtype,
             part=part_of(slot.parameter),
         )
-        return torch.addcmul(slot.mean.to(slot.dtype), e, posterior_std(s, self.effective_num_data))
+        theta = torch.addcmul(slot.mean.to(slot.dtype), e, posterior_std(s, self.effective_num_data))
+        if slot.padding is not None:
+            theta[slot.padding] = slot.mean[slot.padding].to(slot.dtype)
+        return theta
 
     # ------------------------------------------------------------------ the posterior
 
     def posterior(self, model: nn.Module | None = None) -> DiagonalGaussian:
         r"""Return the Gaussian over the weights, with the prior that was used.
 
-        Weights without noise are points: those that are frozen, groups with `sample=False`, and bSAM's biases and
-        scales of norms unless `max_noise=None`. Warns if more than a tenth of the precision is still its starting
+        Weights without noise are points: those that are frozen, groups with `sample=False`, the padding of an embedding
+        (`padding_idx`) if the optimizer was made with `module=`, and bSAM's biases and scales of norms unless
+        `max_noise=None`. Warns if more than a tenth of the precision is still its starting
         value: after $t$ steps that each keep a share $\beta_2$ of it, if $\beta_2^t > 0.1$.
 
         Args:
@@ -161,6 +165,11 @@ class GaussianOptimizer(ProbingOptimizer):
                 made with `module=`.
         """
         model = self._model_or_own(model)
+        if self.state and not self._trained():
+            raise RuntimeError(
+                "all parameters are frozen, and frozen weights are points: take the posterior before "
+                "model.requires_grad_(False), or write model.requires_grad_(True) first."
+            )
         slots = [slot for slot in self._slots() if self._is_sampled(slot)]
         initial, steps = self._start_left(slots)
         if initial > 0.1:
@@ -171,18 +180,21 @@ class GaussianOptimizer(ProbingOptimizer):
             )
         return DiagonalGaussian.from_model(
             model,
-            {
-                s.parameter: like(s.parameter, posterior_std(self._posterior_precision(s), self.effective_num_data))
-                for s in slots
-            },
+            {slot.parameter: like(slot.parameter, self._std(slot)) for slot in slots},
             prior_precision={s.parameter: float(s.group["prior_precision"]) for s in slots},
         )
+
+    def _std(self, slot: Slot) -> Tensor:
+        std = posterior_std(self._posterior_precision(slot), self.effective_num_data)
+        if slot.padding is not None:
+            std[slot.padding] = 0
+        return std
 
     def _start_left(self, slots: list[Slot]) -> tuple[float, int]:
         """Return the largest share of the precision that is still its starting value, and after how many steps."""
         taken = [(int(slot.state["step"]), float(self._share_kept(slot.group))) for slot in slots]
         taken = [each for each in taken if each[0]] or taken[:1]  # parameters that no gradient reached do not count
-        steps, kept = max(taken, key=lambda each: each[1] ** each[0], default=(0, 0.0))
+        steps, kept = max(taken, key=lambda each: each[1] ** each[0], default=(1, 0.0))
         return kept**steps, steps
 
     def diagnose(

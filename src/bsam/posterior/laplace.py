@@ -36,7 +36,15 @@ from bsam.batches import as_tensor, batches_of, inputs_and_labels, moved
 from bsam.gradients import PerExample, output_sums
 from bsam.interrupts import deferred, reading
 from bsam.likelihood import LearnedNoise, check_likelihood, check_outputs, hessian_root, negative_log_likelihood
-from bsam.modules import Forward, OutputModel, differentiable, evaluating, floating_type, named_parameters
+from bsam.modules import (
+    Forward,
+    OutputModel,
+    differentiable,
+    evaluating,
+    floating_type,
+    named_parameters,
+    padding_rows,
+)
 from bsam.posterior.diagonal import DiagonalGaussian
 from bsam.shards import refuse_sharded
 
@@ -63,7 +71,7 @@ def laplace(
     """Make Laplace's approximation at the present weights of a model.
 
     The model runs in evaluation mode. Afterwards weights, buffers, gradients and each layer's mode are unchanged.
-    Frozen parameters are points. `bsam.predict` averages over samples of the result, `bsam.predict_linearised`
+    Frozen parameters, and the padding of embeddings (`padding_idx`), are points. `bsam.predict` averages over samples of the result, `bsam.predict_linearised`
     linearises the model in its weights.
 
     Args:
@@ -123,6 +131,10 @@ def laplace(
     precision = {name: h + prior_precision for name, h in zip(parameters, diagonal, strict=True)}
     _check_precision(precision, prior_precision)
     std: dict[Tensor, Tensor] = {parameters[name]: p.rsqrt() for name, p in precision.items()}
+    padding = padding_rows(model)
+    for parameter, each in std.items():
+        if id(parameter) in padding:
+            each[padding[id(parameter)]] = 0
     return DiagonalGaussian.from_model(model, std, prior_precision=float(prior_precision))
 
 
