@@ -28,8 +28,8 @@ Guo et al. are closed on the right. scikit-learn halves the Brier score of two c
 
 The ECE has no bootstrap interval. Noise in a bin always adds to $\lvert \bar a_b - \bar c_b \rvert$, so the ECE of a
 sample is biased upwards, and the ECE of a resample is biased twice. If the probabilities are calibrated, a percentile
-interval never covers the ECE of the population, and a basic or a bias-corrected interval covers it in about half of the
-samples at best. The bias depends on the number of examples: compare the ECE of two methods on sets of the same size,
+interval hardly ever covers the ECE of the population, and a basic or a bias-corrected interval covers it too rarely.
+The bias depends on the number of examples: compare the ECE of two methods on sets of the same size,
 over several seeds.
 """
 
