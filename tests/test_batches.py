@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from bsam.batches import as_tensor, batches_of, has_examples, moved, split_batch
 
@@ -80,3 +81,13 @@ def test_arrays_become_tensors():
     assert (tree["x"].dtype, tree["i"].dtype) == (torch.float32, torch.int64)
     assert torch.equal(tree["t"][0], torch.ones(1))
     assert moved(array, torch.device("cpu")).dtype == torch.float64
+
+
+def test_a_packed_sequence_is_refused():
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+    for refuse in (
+        lambda: split_batch((packed, torch.ones(2)), 1),
+        lambda: moved((packed,), torch.device("cpu")),
+    ):
+        with pytest.raises(TypeError, match="give padded inputs and their lengths"):
+            refuse()

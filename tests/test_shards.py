@@ -338,7 +338,8 @@ def test_one_rank_on_a_gpu_trains_as_a_model_that_is_not_sharded(tmp_path, kind,
 
 
 @pytest.mark.parametrize(
-    ("part", "expected"), [(None, 5), (shards.Part(1, 2, 2), 5), (shards.Part(0, 4, 3), 1), (shards.Part(0, 0, 4), None)]
+    ("part", "expected"),
+    [(None, 5), (shards.Part(1, 2, 2), 5), (shards.Part(0, 4, 3), 1), (shards.Part(0, 0, 4), None)],
 )
 def test_a_row_is_found_on_the_rank_that_has_it(monkeypatch, part, expected):
     monkeypatch.setattr(shards, "part_of", lambda tensor: part)

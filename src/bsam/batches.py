@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset, IterableDataset
 
 __all__ = [
@@ -112,6 +113,7 @@ def inputs_and_labels(batch: Any) -> tuple[Any, Any]:
 
 def moved(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """Move the inputs of a batch to `device`. NumPy arrays become tensors, those of real numbers of type `dtype`."""
+    _refuse_packed(tree)
     if isinstance(tree, Mapping):
         return {key: moved(value, device, dtype) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -124,6 +126,7 @@ def moved(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Apply `function` to every tensor of a nested structure that has a dimension to cut."""
+    _refuse_packed(tree)
     if isinstance(tree, Tensor):
         return function(tree) if tree.dim() else tree
     if isinstance(tree, Mapping):
@@ -137,6 +140,15 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(map_tensors(function, item) for item in tree)
     return tree
+
+
+def _refuse_packed(tree: Any) -> None:
+    """Raise if this is a PackedSequence: the rows of its tensors are words of several examples."""
+    if isinstance(tree, PackedSequence):
+        raise TypeError(
+            "a PackedSequence has no row per example, so it cannot be cut or counted: give padded inputs and their "
+            "lengths, and pack them inside the model or the loss function."
+        )
 
 
 def has_examples(batch: Any) -> bool:
@@ -163,7 +175,8 @@ def split_batch(batch: tuple[Any, ...], splits: int, *, counted: bool = True) ->
     """Cut `batch` into `splits` parts along dimension 0; return each part with its number of examples.
 
     Tensors, at any depth of tuples, lists and mappings, are cut by `torch.tensor_split`: sizes differ by at most
-    one. All other objects, and 0-dimensional tensors, go to every part unchanged. A batch of fewer examples than
+    one, so a list with one tensor per example is cut in the wrong place. All other objects, and 0-dimensional tensors,
+    go to every part unchanged. A batch of fewer examples than
     `splits` is cut into single examples. With one split the batch is the only part; without tensors its size is 1.
 
     Args:

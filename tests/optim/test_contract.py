@@ -195,10 +195,11 @@ def test_an_update_that_fails_half_way_changes_nothing(name, monkeypatch):
             [s.data_ptr() for p in optimizer.state.values() for s in p.values()],
         )
         optimizer.param_groups[1].update(bad)
-        with monkeypatch.context() as patch, pytest.raises((TypeError, RuntimeError)):
+        with monkeypatch.context() as patch:
             if gaussian:
                 patch.setattr(optimizer, "_update", fails)
-            optimizer.step(cross_entropy(model), *batch())
+            with pytest.raises((TypeError, RuntimeError)):
+                optimizer.step(cross_entropy(model), *batch())
         optimizer.param_groups[1].update(good)
         assert_same(snapshot(model, optimizer), before)
         assert [s.data_ptr() for p in optimizer.state.values() for s in p.values()] == addresses
@@ -497,7 +498,7 @@ def test_a_parameter_that_is_twice_in_a_group_is_refused(name):
 
 def test_an_embedding_that_shortens_its_rows_is_refused(name):
     model = nn.Sequential(nn.Embedding(4, 3, max_norm=1.0), nn.Linear(3, 2))
-    with pytest.raises(ValueError, match="the embedding 0 has max_norm=1.0"):
+    with pytest.raises(ValueError, match="the embedding 0 has max_norm"):
         make(name, model.parameters(), module=model)
     make(name, model[1].parameters(), module=model)  # not trained by this optimizer
 

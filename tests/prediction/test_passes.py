@@ -369,6 +369,37 @@ def test_a_compiled_pass_is_kept_with_its_model_and_follows_it():
     assert len(_PROGRAMS) == before - 1
 
 
+class Sharpened(nn.Module):
+    """Multiplies its outputs by a Python number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.factor = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), 1.0
+
+    def forward(self, x):
+        return self.factor * self.layers(x)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("change", ["a number", "a layer"])
+def test_a_compiled_pass_follows_what_is_not_a_tensor(change):
+    torch.manual_seed(0)
+    model = Sharpened()
+    q, x = gaussian(model, 0.1), torch.randn(7, 4)
+    options = {"num_samples": 4, "batch_size": 4}
+    before = bsam.predict(model, q, x, compile=True, **options)
+    if change == "a number":
+        model.factor = 10.0
+    else:
+        model.layers[1] = nn.Tanh()
+    after = bsam.predict(model, q, x, compile=True, **options)
+    assert after.computed_by == "vmap"
+    assert not torch.allclose(after.probs, before.probs, atol=1e-2)
+    plain = bsam.predict(model, q, x, vectorise=False, **options)
+    torch.testing.assert_close(after.probs, plain.probs, rtol=0, atol=1e-6)
+    assert len(_PROGRAMS[model]) == 2  # for batches of 4 and 3
+
+
 def test_only_a_vmapped_pass_can_be_compiled():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="leave vectorise=False out"):

@@ -8,6 +8,7 @@ keeps the noise in registers.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bsam.batches import map_tensors, split_batch
-from bsam.engine import checks
+from bsam.engine import checks, reads
 from bsam.engine.base_steps import BaseSteps, snapshot
 from bsam.engine.buffers import StackedBuffers
 from bsam.engine.drawing import Draws
@@ -24,6 +25,7 @@ from bsam.engine.methods import Method, method_of
 from bsam.engine.packs import make_packs
 from bsam.engine.rates import Rates
 from bsam.engine.watch import Watch
+from bsam.executor import callers_level
 from bsam.interrupts import deferred
 from bsam.modules import LossFunction, keys_of
 from bsam.optim.base_step import clear_gradients
@@ -38,11 +40,15 @@ class TrainStep:
     """A compiled training step: `step(x, y)` in place of `optimizer.step(loss_fn, x, y)`.
 
     Schedulers, checkpoints and resuming work as before: weights and state are the model's and the optimizer's own. The
-    plain loop handles a batch whose shape differs from the example's, and a model whose mode has changed since the step
-    was made (`eval()`, frozen parameters). If a loss or gradient is not finite, the device skips the step. With
-    `nonfinite="raise"` the error is raised when the device has reported the skipped step, which may be a few steps
+    plain loop handles a batch whose shape differs from the example's, and a model that has changed since the step was
+    made (`eval()`, frozen parameters, another layer). If a loss or gradient is not finite, the device skips the step.
+    With `nonfinite="raise"` the error is raised when the device has reported the skipped step, which may be a few steps
     later, or in `check()`. A compiled step neither reads nor writes `p.grad`, except for the gradient of a torch
     optimizer.
+
+    Numbers are compiled in. Give a number that changes, say the weight of a term of the loss, as a tensor in the batch,
+    or as a tensor that you change by `fill_`. If a number that `loss_fn` itself reads has changed otherwise, the plain
+    loop takes the step, and a warning names it. A number that a layer reads in its `forward` is not watched.
 
     Several runs can be trained together: give a list of optimizers, each with its own model of the same architecture, a
     list of loss functions, and batches whose dimension 0 is the run. One step is one step of each run. The runs may
@@ -93,6 +99,7 @@ class TrainStep:
         self.device = self.optimizers[0].param_groups[0]["params"][0].device
         if cuda_graph is True and self.device.type != "cuda":
             raise ValueError(f"cuda_graph=True needs parameters on a CUDA device, not on {self.device}.")
+        self._given = loss_fns
         self._loss_fns = [_in_precision(f, precision, self.device) for f in loss_fns]
         self._methods: list[Method] = [method_of(o, m) for o, m in zip(self.optimizers, self.modules, strict=True)]
         method = self._methods[0]
@@ -201,6 +208,9 @@ class TrainStep:
             function(*flat)
 
         self._whole: Callable[[], None] = Captured(whole, self.device, undo=snapshot(flat)) if captures else whole
+        self._fixes_values = compile or captures
+        self._read = reads.values_read(loss_fns)
+        self._warned = False
 
     # ------------------------------------------------------------------ a step
 
@@ -222,8 +232,12 @@ class TrainStep:
             method._note_start()
         if self._watch is not None:
             self._watch.check()
-        if _signature(stacked) != self._shapes or self._present_flags() != self._flags:
+        if self._fixes_values and self._reads_other_values():
             return self._loop(stacked)
+        if _signature(stacked) != self._shapes or self._present_flags() != self._flags:
+            losses = self._loop(stacked)
+            self._read = reads.values_read(self._given)  # a loss function may count its own calls
+            return losses
         self._adopt()
         tensors = _tensors(stacked)
         self._fill(tensors)
@@ -292,10 +306,25 @@ class TrainStep:
         same = slot.parameter.data_ptr() == address and slot.group is method.param_groups[group]
         return same and (not slot.state or method._state_of(slot) is slot.state)
 
-    def _present_flags(self) -> list[bool]:
-        """Whether each module trains and each parameter takes a gradient."""
+    def _reads_other_values(self) -> bool:
+        """Whether a loss function would read another value than when it was compiled; warn in this case."""
+        found = reads.changed(self._read, reads.values_read(self._given))
+        if found is not None and not self._warned:
+            self._warned = True
+            name, before, now = (str(each) if len(str(each)) < 50 else f"a {type(each).__name__}" for each in found)
+            warnings.warn(
+                f"the loss function reads {name}, which was {before} when the TrainStep was made, and is {now} now. "
+                "The plain loop takes these steps, which is slower. Give it as a tensor in the batch, or as a tensor "
+                "that you change by fill_ or copy_.",
+                stacklevel=callers_level(),
+            )
+        return found is not None
+
+    def _present_flags(self) -> list[int]:
+        """Whether each module trains, which layers it has, and whether each parameter takes a gradient."""
         trains = [owner.training for owner in self._flagged]
-        return trains + [slot.parameter.requires_grad for _, slot, _ in self._places]
+        layers = [id(layer) for owner in self._flagged for layer in owner.children()]
+        return [*trains, *layers, *(slot.parameter.requires_grad for _, slot, _ in self._places)]
 
 
 def _modules(optimizers: list[Optimizer], module: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:

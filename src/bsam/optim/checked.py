@@ -89,7 +89,9 @@ class CheckedOptimizer(Optimizer):
         for parameter in each:
             _check_parameter(parameter)
         if len({id(parameter) for parameter in each}) < len(each):
-            raise ValueError("a parameter is twice in one group: write model.parameters(), which has tied weights once.")
+            raise ValueError(
+                "a parameter is twice in one group: write model.parameters(), which has tied weights once."
+            )
         if self._made and not isinstance(params, set):  # torch refuses a set
             self._check_belongs([params] if isinstance(params, Tensor) else params)
         return group

@@ -99,8 +99,7 @@ def update(
 class IVON(GaussianOptimizer):
     r"""Improved variational online Newton.
 
-    One gradient per step, at weights that are sampled from the posterior: the cost of Adam. The letters are those of
-    Shen et al. (2024).
+    One gradient per step, at weights that are sampled from the posterior. The letters are those of Shen et al. (2024).
 
     Args:
         params: Parameters, named parameters, or groups of them. A group may override `lr`, `prior_precision`, `betas`

@@ -102,12 +102,12 @@ class SlottedOptimizer(SplittingOptimizer):
         self._check_belongs(p for group in self.param_groups for p in group["params"])
         trained = {id(p) for p in self._trained()}
         for name, layer in self.module.named_modules():
-            if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
-                if id(layer.weight) in trained:
-                    raise ValueError(
-                        f"the embedding {name} has max_norm={layer.max_norm}: it shortens its rows in every pass, at "
-                        "weights that a step takes back. Leave max_norm out: the prior keeps the weights small."
-                    )
+            embeds = isinstance(layer, nn.Embedding | nn.EmbeddingBag) and id(layer.weight) in trained
+            if embeds and layer.max_norm is not None:
+                raise ValueError(
+                    f"the embedding {name} has max_norm={layer.max_norm}: it shortens its rows in every pass, at "
+                    "weights that a step takes back. Leave max_norm out: the prior keeps the weights small."
+                )
 
     def _check_belongs(self, params: Iterable[Any]) -> None:
         known = {id(p) for p in self.module.parameters()} if self.module is not None else set()

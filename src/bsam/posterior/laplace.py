@@ -71,8 +71,8 @@ def laplace(
     """Make Laplace's approximation at the present weights of a model.
 
     The model runs in evaluation mode. Afterwards weights, buffers, gradients and each layer's mode are unchanged.
-    Frozen parameters, and the padding of embeddings (`padding_idx`), are points. `bsam.predict` averages over samples of the result, `bsam.predict_linearised`
-    linearises the model in its weights.
+    Frozen parameters, and the padding of embeddings (`padding_idx`), are points. `bsam.predict` averages over samples
+    of the result, `bsam.predict_linearised` linearises the model in its weights.
 
     Args:
         model: The model, trained with the mean loss of the likelihood and weight decay `prior_precision / num_data`.

@@ -106,6 +106,7 @@ class Passes:
         self._pays = compile or Executor.launch_bound(device)
         self._compile, self._room = compile, room
         self._checked = vectorise is True
+        self._compared: set[Any] = set()  # keys of older programs whose outputs were compared with a plain pass
 
     @property
     def num_samples(self) -> int:
@@ -279,7 +280,11 @@ class Passes:
         return run_together(self._model, handed, (inputs,), fixed)
 
     def _compiled(self, stack: dict[str, Tensor], inputs: Any) -> Tensor:
-        """Run `_vmapped`, compiled for the shapes of this batch and kept for later calls with this model."""
+        """Run `_vmapped`, compiled for the shapes of this batch and kept for later calls with this model.
+
+        A program has fixed what the model reads apart from tensors, like a number or the type of a layer. So one from
+        an earlier call is compared with a plain pass, and compiled again if they differ.
+        """
         tensors: list[Tensor] = []
         map_tensors(tensors.append, inputs)
         handed = {self._keys[name] for name in stack}
@@ -289,16 +294,21 @@ class Passes:
         call = self._model.call
         key = (id(call), _num_samples(stack), tuple(stack), shapes)
         programs = _PROGRAMS.setdefault(self._model.model, {})
+        weights, others = [*stack.values()], [*rest.values(), *tensors]
+
+        def run(*flat: Tensor) -> list[Tensor]:
+            left = iter(flat)
+            weights = {name: next(left) for name in stack}
+            fixed = {name: next(left) for name in rest}
+            return [self._vmapped(weights, map_tensors(lambda _: next(left), inputs), fixed)]
+
+        is_older = key in programs and programs[key].function() is call and key not in self._compared
+        self._compared.add(key)
+        if is_older and not _close(programs[key](weights, others)[0], self._at(stack, 0, inputs)):
+            del programs[key]
         if key not in programs or programs[key].function() is not call:
-
-            def run(*flat: Tensor) -> list[Tensor]:
-                left = iter(flat)
-                weights = {name: next(left) for name in stack}
-                fixed = {name: next(left) for name in rest}
-                return [self._vmapped(weights, map_tensors(lambda _: next(left), inputs), fixed)]
-
-            programs[key] = _Program(run, [*stack.values()], [*rest.values(), *tensors], weakref.ref(call))
-        return programs[key]([*stack.values()], [*rest.values(), *tensors])
+            programs[key] = _Program(run, weights, others, weakref.ref(call))
+        return programs[key](weights, others)
 
     def _write(self, stack: dict[str, Tensor], i: int) -> None:
         for name, values in stack.items():
@@ -320,14 +330,21 @@ class Passes:
         before = {name: tensor.clone()[None] for name, tensor in self._tensors.items()}
         handed, written = self._vmapped(stack, inputs)[0], self._at(stack, 0, inputs)
         self._write(before, 0)  # so that a second check starts from the same weights
-        # Generous: kernels for stacked weights round in other places, and TensorFloat-32 has 11 bits. Under autocast
-        # a model may return float32 numbers that have only 8 or 11 bits.
-        scale = float(written.nan_to_num(0, 0, 0).abs().max())
-        rounded = any(torch.equal(written.to(short).to(written.dtype), written) for short in _SHORT_TYPES)
-        tolerance = 5e-2 if rounded else {torch.float64: 1e-8, torch.float32: 1e-3}[written.dtype]
-        if not torch.allclose(handed.to(written.dtype), written, rtol=0, atol=tolerance * scale, equal_nan=True):
+        if not _close(handed, written):
             raise RuntimeError("the model does not use the weights that torch.func.functional_call gives to it")
         self._checked = True
+
+
+def _close(handed: Tensor, written: Tensor) -> bool:
+    """Whether the outputs of a vmapped pass are those of a plain pass, up to rounding.
+
+    Generous: kernels for stacked weights round in other places, and TensorFloat-32 has 11 bits. Under autocast a model
+    may return float32 numbers that have only 8 or 11 bits.
+    """
+    scale = float(written.nan_to_num(0, 0, 0).abs().max())
+    rounded = any(torch.equal(written.to(short).to(written.dtype), written) for short in _SHORT_TYPES)
+    tolerance = 5e-2 if rounded else {torch.float64: 1e-8, torch.float32: 1e-3}[written.dtype]
+    return torch.allclose(handed.to(written.dtype), written, rtol=0, atol=tolerance * scale, equal_nan=True)
 
 
 def calibration_batches(recalibrate: Any, batch_size: int) -> Iterable[Any] | Literal[False] | None:
