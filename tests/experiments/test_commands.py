@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import tomllib
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from bsam.experiments.evaluate import evaluate
 from bsam.experiments.figures import moving, numbers
 from bsam.experiments.paper.presets import preset
 from bsam.experiments.record import read_json
+from bsam.experiments.runs import RunInterruptedError, is_finished
 from bsam.experiments.stacks import Stack
 from tests.experiments.test_runs import start
 
@@ -38,6 +40,8 @@ def test_a_toml_file_is_trained_like_a_preset(tmp_path, monkeypatch):
 def test_resume_takes_no_settings_and_devices_must_exist(tmp_path):
     for arguments, message in [
         (["train", "--resume", str(tmp_path), "--epochs", "3"], "leave out --out, --epochs"),
+        (["train", "--resume", str(tmp_path), "--first-seed", "3"], "--first-seed and --stack-seeds"),
+        (["train", "--resume", str(tmp_path), "--stack-seeds"], "--first-seed and --stack-seeds"),
         (["train", "digits/sgd", "--device", "cuda:7", "--out", str(tmp_path)], "no such device"),
         (["train"], "give either a preset"),
         (["evaluate", str(tmp_path), "--device", "meta"], "--device meta: write cpu, cuda or cuda:0"),
@@ -119,6 +123,39 @@ def test_suggest_prints_what_the_package_suggests():
         ([], "give either --sgd lr=0.1,momentum=0.9 or --adamw lr=1e-3,weight_decay=0.01"),
     ]:
         assert message in str(runner.invoke(app, ["suggest", *line, "--num-data", "10"]).exception)
+
+
+def test_an_interrupted_command_says_which_seeds_are_left(monkeypatch, tmp_path):
+    train = Stack.train
+
+    def stop(self, **options):
+        if self.runs[0].seed == 4:
+            raise RunInterruptedError(self.folder, signal.SIGINT)
+        train(self, **options)
+
+    monkeypatch.setattr(Stack, "train", stop)
+    settings = ["--set", "batch_size=200", "--epochs", "1", "--device", "cpu", "--out", str(tmp_path)]
+    command = ["train", "digits/sgd", *settings, "--first-seed", "3"]
+    error = CliRunner().invoke(app, [*command, "--seeds", "4"]).exception
+    resume = f"bsam train --resume {tmp_path}/seed4"
+    assert (
+        str(error)
+        == f"stopped by SIGINT; saved. Go on with: {resume}; then write this command with --first-seed 5 --seeds 2"
+    )
+    assert error.exit_status == 130
+    monkeypatch.undo()
+    assert CliRunner().invoke(app, resume.split()[1:]).exception is None
+    done = CliRunner().invoke(app, [*command[:-1], "5", "--seeds", "2"])
+    assert done.exception is None, done.output
+    assert all(is_finished(tmp_path / f"seed{seed}") for seed in (3, 4, 5, 6))
+
+
+def test_figures_for_the_report_must_exist(tmp_path):
+    error = CliRunner().invoke(app, ["report", "--figures", str(tmp_path / "none")]).exception
+    assert (
+        str(error)
+        == f"--figures {tmp_path}/none: there is no such folder. Make it: bsam figure all --out {tmp_path}/none"
+    )
 
 
 def test_an_interrupted_report_says_so(monkeypatch, tmp_path):

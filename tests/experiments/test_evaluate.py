@@ -10,6 +10,7 @@ import bsam
 from bsam.experiments.evaluate import evaluate
 from bsam.experiments.methods import predict
 from bsam.experiments.record import read_json
+from bsam.experiments.stacks import Stack
 from tests.experiments.test_runs import start
 
 
@@ -84,6 +85,22 @@ def test_evaluation_needs_a_finished_run(tmp_path):
         evaluate(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"elsewhere holds no run: there is no .*config.toml"):
         evaluate(tmp_path / "elsewhere")
+
+
+def test_a_posterior_that_was_lost_is_made_again_from_the_checkpoint(tmp_path):
+    start(tmp_path).train()
+    nll = evaluate(tmp_path, samples=[2], device="cpu")["2"].nll
+    record, path = read_json(tmp_path / "record.json"), tmp_path / "posterior.safetensors"
+    content = path.read_bytes()
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"no finished run. Go on with: bsam train --resume {tmp_path}"):
+        evaluate(tmp_path)
+    stack = Stack.resume(tmp_path, device="cpu")
+    assert not stack.finished
+    stack.train()
+    assert path.read_bytes() == content
+    assert read_json(tmp_path / "record.json") == record
+    assert evaluate(tmp_path, samples=[2], device="cpu")["2"].nll == nll
 
 
 def test_evaluations_at_once_are_all_recorded(tmp_path, bsam_command):

@@ -166,6 +166,12 @@ def test_resume_needs_a_run_and_its_own_settings(tmp_path):
         Stack.resume(tmp_path, device="cpu")
 
 
+def test_a_run_may_go_on_with_the_loop(tmp_path):
+    start(tmp_path, compiled=True).save()
+    assert Stack.resume(tmp_path, device="cpu").compiled
+    assert not Stack.resume(tmp_path, device="cpu", compiled=False).compiled
+
+
 def test_resume_without_a_checkpoint_starts_again(tmp_path):
     start(tmp_path)
     run = Stack.resume(tmp_path, device="cpu")
@@ -491,10 +497,9 @@ def test_a_kill_while_the_settings_are_written_leaves_the_folder_free(tmp_path, 
 
 def test_empty_settings_of_an_earlier_version_leave_the_folder_free(tmp_path):
     (tmp_path / "config.toml").touch()
-    with pytest.raises(ValueError, match=r"config.toml does not hold a run: it is empty. Start the run again"):
-        Stack.resume(tmp_path, device="cpu")
-    with pytest.raises(FileNotFoundError, match="holds no run"):
-        evaluate(tmp_path)
+    for read in (Stack.resume, evaluate):
+        with pytest.raises(ValueError, match=r"config.toml does not hold a run: it is empty. Start the run again"):
+            read(tmp_path, device="cpu")
     start(tmp_path)
     assert Stack.resume(tmp_path, device="cpu").trainers[0].epoch == 0
 

@@ -13,7 +13,7 @@ __all__ = ["main"]
 _EXTRAS = {"clarabel": "theory", "cvxpy": "theory"}
 """Packages of other extras than `experiments`."""
 _DISK = {
-    errno.ENOENT: "there is no such file or folder, and none can be made here. Choose another place",
+    errno.ENOENT: "there is no such file or folder. Choose another place",
     errno.ENOTDIR: "a part of this path is a file, and must be a folder. Choose another folder",
     errno.EEXIST: "there is a file in the place of a folder. Choose another folder",
     errno.EISDIR: "this is a folder, and must be a file. Name a file in it",

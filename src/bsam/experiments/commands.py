@@ -164,17 +164,20 @@ def train(
     """
     from bsam.experiments.config import from_file, override
     from bsam.experiments.paper.presets import preset
-    from bsam.experiments.runs import Run, resume_command
+    from bsam.experiments.runs import Run, RunInterruptedError, resume_command
     from bsam.experiments.stacks import Stack, find_stack
 
     if (name is None) == (resume is None):
         raise ValueError("give either a preset, like `bsam train digits/bsam`, or --resume FOLDER.")
     if resume is not None:
-        if out is not None or epochs is not None or change or seeds != 1:
-            raise ValueError("--resume goes on with the run as it is: leave out --out, --epochs, --set and --seeds.")
+        if out is not None or epochs is not None or change or seeds != 1 or first_seed or stack_seeds:
+            raise ValueError(
+                "--resume goes on with the run as it is: leave out --out, --epochs, --set, --seeds, --first-seed and "
+                "--stack-seeds."
+            )
         if (where := find_stack(resume)) != resume:
             raise ValueError(f"{resume} is trained together with others: {resume_command(where)}")
-        stack = Stack.resume(resume, device=device, data=data)
+        stack = Stack.resume(resume, device=device, data=data, compiled=compiled)
         if not stack.finished:
             _train(stack, save_minutes, save_epochs)
         elif len(stack.runs) > 1:
@@ -189,9 +192,16 @@ def train(
     runs = [Run(folder / f"seed{seed}", config, seed, name) for seed in range(first_seed, first_seed + seeds)]
     for run in runs:
         run.refuse_to_replace()
-    for together in [runs] if stack_seeds else [[run] for run in runs]:
+    left = runs
+    while left:
+        together, left = (left, []) if stack_seeds else (left[:1], left[1:])
         stack = Stack.start(together, device=device, data=data, compiled=compiled)
-        _train(stack, save_minutes, save_epochs)
+        try:
+            _train(stack, save_minutes, save_epochs)
+        except RunInterruptedError as error:
+            if left:
+                error.args = (f"{error}; then write this command with --first-seed {left[0].seed} --seeds {len(left)}",)
+            raise
 
 
 def _is_file(name: str) -> bool:
@@ -236,7 +246,7 @@ def evaluate(
     samples: Annotated[
         str | None, typer.Option(help="Numbers of posterior samples, like 0,8,64.", show_default="32")
     ] = None,
-    part: Annotated[str, typer.Option(help="test, or validation.")] = "test",
+    part: Annotated[str, typer.Option(help="test, validation or train.")] = "test",
     suite: Suites = None,
     temperature: Annotated[
         float | None,
@@ -485,7 +495,10 @@ def _numbers(option: str, text: str, example: str) -> dict[str, Any]:
 @app.command()
 def report(
     records: Annotated[Path, typer.Option(help="Folder of the runs' records.")] = Path("results/runs"),
-    figures: Annotated[Path, typer.Option(help="Folder that `bsam figure all` wrote.")] = Path("docs/images/theory"),
+    figures: Annotated[
+        Path | None,
+        typer.Option(help="Folder that `bsam figure all` wrote.", show_default="docs/images/theory, if it is there"),
+    ] = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report/paper.html"),
 ) -> None:
     """Write one page of all results: tables, diagrams, curves and figures.
@@ -497,6 +510,11 @@ def report(
     """
     from bsam.experiments.report.paper_page import write_paper_page  # needs the extra `theory`
 
+    if figures is not None and not figures.is_dir():
+        raise FileNotFoundError(
+            f"--figures {figures}: there is no such folder. Make it: bsam figure all --out {figures}"
+        )
+    figures = figures or Path("docs/images/theory")
     try:
         with Console(stderr=True).status("") as status:
             page = write_paper_page(out, records, figures, lambda what: status.update(escape(what)))

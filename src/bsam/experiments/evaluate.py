@@ -18,7 +18,7 @@ from bsam.experiments.data import Dataset, load, plain_batches
 from bsam.experiments.methods import predict
 from bsam.experiments.models import make_model
 from bsam.experiments.record import environment, read_json, write_json
-from bsam.experiments.runs import choose_device, holds_run, remembered_data
+from bsam.experiments.runs import choose_device, is_finished, read_origin, remembered_data
 from bsam.experiments.style import new_figure
 from bsam.files import locked, remove_leftovers, replacing
 
@@ -67,9 +67,8 @@ def evaluate(
         The metrics, by their names in the record, see `evaluation_name`.
     """
     path, place = folder / "record.json", choose_device(device)
-    if not holds_run(folder):
-        raise FileNotFoundError(f"{folder} holds no run: there is no {folder / 'config.toml'}.")
-    if not path.is_file():
+    read_origin(folder)  # raises if it holds no run
+    if not is_finished(folder):
         raise FileNotFoundError(f"{folder} holds no finished run. Go on with: bsam train --resume {folder}")
     trained = from_mapping(read_json(path)["config"])
     config = trained if temperature is None else replace(trained, temperature=temperature)

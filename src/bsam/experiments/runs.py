@@ -164,8 +164,10 @@ class Run:
         write_text(self.folder / "log.jsonl", "".join(lines))
 
     def write_results(self, trainer: Trainer, **engine: Any) -> None:
-        """Write posterior and record; `engine` says how the run was trained."""
+        """Write posterior and record; `engine` says how the run was trained. A record that is there already stays."""
         trainer.posterior().save(self.folder / "posterior.safetensors")
+        if (self.folder / "record.json").is_file():  # only the posterior was missing
+            return
         record = {
             "preset": self.preset,
             "seed": self.seed,

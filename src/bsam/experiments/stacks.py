@@ -26,6 +26,7 @@ from bsam.experiments.runs import (
     RunInterruptedError,
     choose_device,
     holds_run,
+    is_finished,
     read_origin,
     remembered_data,
     resume_command,
@@ -102,7 +103,9 @@ class Stack:
         return stack
 
     @classmethod
-    def resume(cls, folder: Path, *, device: str | None = None, data: Path | None = None) -> Stack:
+    def resume(
+        cls, folder: Path, *, device: str | None = None, data: Path | None = None, compiled: bool | None = None
+    ) -> Stack:
         """Load the runs in `folder` from their last checkpoint, or start them if there is none."""
         path = folder / "stack.toml"
         seeds: Mapping[Path, int | None] = _read(path) if path.exists() else {folder: None}
@@ -116,7 +119,8 @@ class Stack:
                 )
         origin = read_origin(runs[0].folder)
         device, data = device or origin.get("device"), data or remembered_data(runs[0].folder)
-        stack = cls(folder, runs, device=device, data=data, compiled=origin.get("compiled"))
+        compiled = origin.get("compiled") if compiled is None else compiled
+        stack = cls(folder, runs, device=device, data=data, compiled=compiled)
         stack._load()
         return stack
 
@@ -148,9 +152,9 @@ class Stack:
 
     @property
     def finished(self) -> bool:
-        """Whether all runs have done their last epoch and written their records."""
+        """Whether all runs have done their last epoch and written their posteriors and records."""
         done = all(trainer.epoch >= trainer.config.total_epochs for trainer in self.trainers)
-        return done and all((run.folder / "record.json").exists() for run in self.runs)
+        return done and all(is_finished(run.folder) for run in self.runs)
 
     def save(self) -> None:
         """Write one checkpoint of all runs, so that they are at the same step after a kill."""
