@@ -91,3 +91,8 @@ def test_a_packed_sequence_is_refused():
     ):
         with pytest.raises(TypeError, match="give padded inputs and their lengths"):
             refuse()
+
+
+def test_no_labels_are_not_none():
+    with pytest.raises(TypeError, match=r"data is \(inputs, None\): give the inputs alone"):
+        batches_of((torch.ones(3, 2), None), 2)

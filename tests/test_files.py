@@ -346,3 +346,8 @@ def test_without_locks_everything_else_works(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == [left.name, "a.txt"]  # who knows whether its writer lives
     files.write_file(tmp_path / "b", {}, format="f", kind="k", settings={"x": 1})
     assert files.read_file(tmp_path / "b", format="f", kinds=["k"])[2] == {"x": 1}
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(IsADirectoryError, match="is a folder: name the file in it"):
+        files.read_file(tmp_path, format="bsam.posterior", kinds=["point"])

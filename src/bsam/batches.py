@@ -29,6 +29,8 @@ def batches_of(data: Any, batch_size: int) -> Iterable[Any]:
 
     Tensors, NumPy arrays and dictionaries of them are cut evenly, into as few batches as `batch_size` allows.
     """
+    if isinstance(data, tuple) and len(data) == 2 and _is_array(data[0], Mapping) and data[1] is None:
+        raise TypeError("data is (inputs, None): give the inputs alone, or the labels too.")
     pair = isinstance(data, tuple) and len(data) == 2 and _is_array(data[0], Mapping) and _is_array(data[1], list)
     parts = data if pair else (data,)
     for part in parts:

@@ -330,6 +330,8 @@ def read_file(
     Other formats, versions and kinds are refused, and so are contents that do not match the checksum. A file of an
     earlier version of bsam has no checksum: it is read with a warning.
     """
+    if Path(path).is_dir():
+        raise IsADirectoryError(f"{path} is a folder: name the file in it, such as posterior.safetensors.")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}

@@ -353,3 +353,9 @@ def test_padding_of_an_embedding_is_a_point():
     std = bsam.laplace(model, "categorical", data, prior_precision=4.0).std["0.weight"]
     assert not std[1].any()
     assert (std[[0, 2, 3, 4]] > 0).all()
+
+
+def test_an_empty_batch_is_refused():
+    batches = [(torch.ones(2, 3), torch.tensor([0, 1])), (torch.ones(0, 3), torch.tensor([], dtype=torch.long))]
+    with pytest.raises(ValueError, match="a batch of data is empty"):
+        bsam.laplace(nn.Linear(3, 2), "categorical", batches, prior_precision=1.0)

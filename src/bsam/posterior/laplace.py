@@ -32,7 +32,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bsam.batches import as_tensor, batches_of, inputs_and_labels, moved
+from bsam.batches import as_tensor, batches_of, has_examples, inputs_and_labels, moved, num_examples
 from bsam.gradients import PerExample, output_sums
 from bsam.interrupts import deferred, reading
 from bsam.likelihood import LearnedNoise, check_likelihood, check_outputs, hessian_root, negative_log_likelihood
@@ -123,6 +123,8 @@ def laplace(
     ):
         for batch in reading(batches_of(data, batch_size)):
             inputs, labels = inputs_and_labels(batch)
+            if has_examples(inputs) and not num_examples(inputs):
+                raise ValueError("a batch of data is empty: there is no curvature of 0 examples.")
             for total, part in zip(diagonal, diagonal_of(moved(inputs, device, dtype), labels), strict=True):
                 total.add_(part)
             num_batches += 1
