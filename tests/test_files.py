@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import bsam
 from bsam.experiments.checkpoint import load_checkpoint, save_checkpoint
 from bsam.experiments.record import read_json, write_json
-from bsam.files import checksum, locked, remove_leftovers, replacing, write_file, write_text
+from bsam.files import checksum, locked, read_file, remove_leftovers, replacing, write_file, write_text
 from tests.optim.contract import assert_same
 
 NUM_FLIPS = 200
@@ -350,4 +350,4 @@ def test_without_locks_everything_else_works(tmp_path, monkeypatch):
 
 def test_a_folder_is_no_file(tmp_path):
     with pytest.raises(IsADirectoryError, match="is a folder: name the file in it"):
-        files.read_file(tmp_path, format="bsam.posterior", kinds=["point"])
+        read_file(tmp_path, format="bsam.posterior", kinds=["point"])

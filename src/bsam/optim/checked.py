@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bsam.interrupts import deferred
+from bsam.optim import options
 from bsam.optim.probing import Slot, share_norms
 from bsam.shards import cut, is_sharded, like, local, local_values
 
@@ -60,7 +61,8 @@ class CheckedOptimizer(Optimizer):
 
     def _reset(self) -> None:
         """Initialise the attributes that are neither option nor state, also in a copy or an unpickled optimizer."""
-        self._checked_options: list[list[Any]] | None = None  # the options of the groups when they were last checked
+        self._checked_rates: list[Any] | None = None  # the options of the groups when they were last checked
+        self._checked_options: list[list[Any]] | None = None
 
     def _option(self, name: str) -> Any:
         """Return the value of an option of the whole optimizer."""
@@ -120,7 +122,12 @@ class CheckedOptimizer(Optimizer):
 
     def _check_changes(self) -> None:
         """Check the options of the groups if one was written into a group since the last call."""
-        now = [[group.get(name) for name in self.defaults] for group in self.param_groups]
+        if (rates := [group.get("lr") for group in self.param_groups]) != self._checked_rates:
+            for rate in rates:  # by itself, because schedulers write it at every step
+                if rate is not None:  # a base optimizer may have none
+                    options.non_negative("lr", rate)
+            self._checked_rates = rates
+        now = [[group.get(name) for name in self.defaults if name != "lr"] for group in self.param_groups]
         if now != self._checked_options:
             for group in self.param_groups:
                 self._check_group(group)
