@@ -296,8 +296,8 @@ class BSAM(GaussianOptimizer):
 
         There is no algebra between the two: AdamW divides a gradient by its size, bSAM by a precision. The conversion
         is a rule that was found by trying rates of both on small problems (the page "Coming from"). AdamW's defaults
-        become bSAM's. A rate of AdamW that is ten times as large becomes one of bSAM that is about twice as large, which
-        was as good as keeping bSAM's own (the page "Out of the box"):
+        become bSAM's. A rate of AdamW that is ten times as large becomes one of bSAM that is about twice as large,
+        which was as good as keeping bSAM's own (the page "Out of the box"):
 
         ```math
         \alpha_{\text{bSAM}} = (\alpha_{\text{AdamW}} / 0.001)^{1/4}
