@@ -22,6 +22,7 @@ from bsam.torch_private import (
     is_view,
     mark_as_stepped,
     own_buffers,
+    own_layers,
     pytree,
     reduces_gradients,
     reset_after_failure,
@@ -220,3 +221,10 @@ def test_a_loop_over_stacks_is_one_operator_of_an_exported_program():
     program = torch.export.export(Loop(), (x, a, b))
     assert torch.equal(program.module()(x, a, b), (11 * a)[:, None].expand(4, 3))
     assert sum(node.op == "call_function" and "scan" in str(node.target) for node in program.graph.nodes) == 1
+
+
+def test_the_layers_of_a_module():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    assert own_layers(module) == dict(module.named_children())
+    module[0] = replaced = nn.Tanh()
+    assert own_layers(module)["0"] is replaced

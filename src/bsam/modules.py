@@ -37,6 +37,7 @@ __all__ = [
     "preserved_attributes",
     "restored_on_failure",
     "running_statistics",
+    "shortened",
     "unwrapped",
 ]
 
@@ -115,14 +116,20 @@ def all_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
 def padding_rows(module: nn.Module) -> dict[int, int]:
     """Return the row of each embedding that stands for padding, by the `id` of the weights. No gradient reaches it.
 
-    Weights that another layer uses too, as a tied output layer does, are left out: that layer trains the row.
+    Weights that another layer has too, as a tied output layer does, are left out: that layer trains the row.
     """
     rows: dict[int, set[int | None]] = {}
     for layer in module.modules():
         row = layer.padding_idx if isinstance(layer, nn.Embedding | nn.EmbeddingBag) else None
-        for parameter in layer.parameters(recurse=False):
-            rows.setdefault(id(parameter), set()).add(row)
+        for name, parameter in layer.named_parameters(recurse=False):
+            rows.setdefault(id(parameter), set()).add(row if name == "weight" else None)
     return {key: row for key, found in rows.items() if len(found) == 1 and (row := next(iter(found))) is not None}
+
+
+def shortened(module: nn.Module) -> set[int]:
+    """Return the `id` of the weights of embeddings that shorten their rows in every pass (`max_norm`)."""
+    embeddings = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
+    return {id(layer.weight) for layer in embeddings if layer.max_norm is not None}
 
 
 def normalisation_layers(module: nn.Module) -> list[tuple[str, NormBase]]:

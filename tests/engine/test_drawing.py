@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
+import bsam
 from tests.engine.runs import GAUSSIAN, SPLITS, Run, batches_of, gpu_batch, on_cuda, on_gpu, stack, stacked
 from tests.networks import assert_close, make_batch
 from tests.optim.contract import assert_same
@@ -115,3 +117,18 @@ def test_nothing_is_drawn_for_methods_without_noise(name):
     step = Run(name).engine(batches_of("mlp", 1)[0])
     assert step._draws.theta == []
     assert not any(step._draws.sampled)
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_the_kernel_leaves_padding_at_its_mean():
+    model = nn.Sequential(nn.Embedding(9, 4, padding_idx=2), nn.Flatten(), nn.Linear(12, 3)).cuda()
+    optimizer = bsam.BSAM(model.parameters(), num_data=16, splits=2, module=model)
+    words = torch.randint(0, 9, (8, 3), device="cuda")
+    step = bsam.TrainStep(optimizer, lambda words: model(words).square().mean(), (words,))
+    for _ in range(2):
+        step(words)
+        (theta,) = step._draws.theta
+        table = theta[0, :, :36].unflatten(1, (9, 4))
+        assert not table[:, 2].any()
+        assert table[:, [0, 1, 3, 4, 5, 6, 7, 8]].all()

@@ -103,6 +103,17 @@ def test_a_posterior_that_was_lost_is_made_again_from_the_checkpoint(tmp_path):
     assert evaluate(tmp_path, samples=[2], device="cpu")["2"].nll == nll
 
 
+def test_a_run_that_is_trained_again_has_a_record_of_its_own(tmp_path):
+    start(tmp_path).train()
+    evaluate(tmp_path, samples=[0], device="cpu")
+    for path in (*tmp_path.glob("checkpoint*"), tmp_path / "posterior.safetensors"):
+        path.unlink()
+    Stack.resume(tmp_path, device="cpu", compiled=True).train()
+    record = read_json(tmp_path / "record.json")
+    assert record["engine"]["compiled"]
+    assert record["evaluations"] == {}
+
+
 def test_evaluations_at_once_are_all_recorded(tmp_path, bsam_command):
     start(tmp_path).train()
     alone = evaluate(tmp_path, samples=[0], device="cpu")["0"].nll

@@ -478,6 +478,26 @@ def test_options_that_are_written_into_a_group_are_checked_before_the_next_step(
     optimizer.step(cross_entropy(model), *batch())
 
 
+def test_what_is_written_into_an_option_in_place_is_checked(name):
+    model = network(name)
+    optimizer = make(
+        name, model.parameters(), lr=torch.tensor(0.1), **({"foreach": False} if METHODS[name].base else {})
+    )
+    optimizer.step(cross_entropy(model), *batch())
+    before = snapshot(model, optimizer)
+    optimizer.param_groups[0]["lr"].fill_(-1.0)
+    with pytest.raises(ValueError, match=r"lr=-1.0 must be"):
+        optimizer.step(cross_entropy(model), *batch())
+    optimizer.param_groups[0]["lr"].fill_(0.1)
+    assert_same(snapshot(model, optimizer), before)
+    if METHODS[name].gaussian:
+        optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+        optimizer.step(cross_entropy(model), *batch())
+        optimizer.param_groups[0]["betas"][0] = 7.0
+        with pytest.raises(ValueError, match="betas"):
+            optimizer.step(cross_entropy(model), *batch())
+
+
 def test_groups_that_no_longer_agree_are_refused(name):
     model = network(name)
     optimizer = make(name, [{"params": [p]} for p in model.parameters()])
@@ -496,11 +516,20 @@ def test_a_parameter_that_is_twice_in_a_group_is_refused(name):
         make(name, [w, w])
 
 
+@pytest.mark.filterwarnings("ignore:gradients are computed one example at a time")
 def test_an_embedding_that_shortens_its_rows_is_refused(name):
     model = nn.Sequential(nn.Embedding(4, 3, max_norm=1.0), nn.Linear(3, 2))
-    with pytest.raises(ValueError, match="the embedding 0 has max_norm"):
-        make(name, model.parameters(), module=model)
-    make(name, model[1].parameters(), module=model)  # not trained by this optimizer
+    loss_fn = lambda words: model(words).square().mean()  # noqa: E731
+    words = torch.tensor([0, 3, 1])
+    optimizer = make(name, model.parameters(), module=model)
+    with pytest.raises(ValueError, match=r"0.weight.* is an embedding with max_norm"):
+        optimizer.step(loss_fn, words)
+    others = make(name, model[1].parameters(), module=model)
+    others.step(loss_fn, words)
+    others.zero_grad()
+    others.add_param_group({"params": model[0].parameters()})
+    with pytest.raises(ValueError, match="is an embedding with max_norm"):
+        others.step(loss_fn, words)
 
 
 def test_tied_weights_are_one_parameter(name):

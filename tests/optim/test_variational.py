@@ -163,6 +163,24 @@ def test_padding_of_weights_that_an_output_layer_trains_has_noise(name):
 
 
 @every_gaussian
+def test_other_weights_of_an_embedding_have_no_padding(name):
+    class Scaled(nn.Embedding):
+        def __init__(self, *sizes, **options):
+            super().__init__(*sizes, **options)
+            self.scale = nn.Parameter(torch.ones(1, 2))
+
+        def forward(self, words):
+            return super().forward(words).sum(-1, keepdim=True) * self.scale
+
+    model = Scaled(6, 4, padding_idx=3).double()
+    optimizer = make(name, model.parameters(), module=model, betas=(0.9, 0.0))
+    optimizer.step(lambda words: model(words).square().mean(), torch.tensor([0, 1, 3]))
+    std = optimizer.posterior().std
+    assert (std["scale"] > 0).all()
+    assert not std["weight"][3].any()
+
+
+@every_gaussian
 def test_no_copy_is_made_of_a_sample(name):
     """A copy would take the sample for its mean."""
     model, optimizer = trained(name, betas=(0.9, 0.1))

@@ -355,6 +355,20 @@ def test_padding_of_an_embedding_is_a_point():
     assert (std[[0, 2, 3, 4]] > 0).all()
 
 
+def test_padding_that_a_model_uses_as_a_class_is_none():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(4, 3, padding_idx=1)
+
+        def forward(self, words):
+            return nn.functional.linear(self.words(words).sum(1), self.words.weight)
+
+    torch.manual_seed(0)
+    data = torch.tensor([[0, 2], [3, 2], [0, 1]]), torch.tensor([0, 1, 1])
+    assert (bsam.laplace(Tied(), "categorical", data, prior_precision=4.0).std["words.weight"] > 0).all()
+
+
 def test_an_empty_batch_is_refused():
     batches = [(torch.ones(2, 3), torch.tensor([0, 1])), (torch.ones(0, 3), torch.tensor([], dtype=torch.long))]
     with pytest.raises(ValueError, match="a batch of data is empty"):

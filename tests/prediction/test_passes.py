@@ -381,7 +381,7 @@ class Sharpened(nn.Module):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("change", ["a number", "a layer"])
+@pytest.mark.parametrize("change", ["a number", "a layer", "a layer with buffers"])
 def test_a_compiled_pass_follows_what_is_not_a_tensor(change):
     torch.manual_seed(0)
     model = Sharpened()
@@ -390,14 +390,18 @@ def test_a_compiled_pass_follows_what_is_not_a_tensor(change):
     before = bsam.predict(model, q, x, compile=True, **options)
     if change == "a number":
         model.factor = 10.0
-    else:
+    elif change == "a layer":
         model.layers[1] = nn.Tanh()
+    else:
+        model.layers[1] = nn.BatchNorm1d(8, affine=False)
+        model.layers[1].running_var.fill_(0.01)
+        q, options["recalibrate"] = gaussian(model, 0.1), False
     after = bsam.predict(model, q, x, compile=True, **options)
     assert after.computed_by == "vmap"
     assert not torch.allclose(after.probs, before.probs, atol=1e-2)
     plain = bsam.predict(model, q, x, vectorise=False, **options)
     torch.testing.assert_close(after.probs, plain.probs, rtol=0, atol=1e-6)
-    assert len(_PROGRAMS[model]) == 2  # for batches of 4 and 3
+    assert len(_PROGRAMS[model]) == (2 if change == "a number" else 4)  # for batches of 4 and 3
 
 
 def test_only_a_vmapped_pass_can_be_compiled():

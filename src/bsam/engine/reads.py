@@ -1,84 +1,182 @@
-"""What a loss function reads apart from its arguments: a compiled step holds these values as they were."""
+"""What a loss function reads apart from its arguments: a compiled step holds these values as they were.
+
+The places come from the function's bytecode, like `settings.loss.weight` or `terms["kl"]`, and are found once. Each
+step looks up what is there now, without running code of the user: properties and `__getattr__` are passed over.
+"""
 
 from __future__ import annotations
 
+import dis
 import functools
+import numbers
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, NoneType
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-__all__ = ["changed", "values_read"]
+from bsam.torch_private import own_buffers, own_layers
 
-_DEPTH = 4
-_MOST_ITEMS = 100
-"""Longer lists and dictionaries, such as histories, are not looked at."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+__all__ = ["change", "differing", "values_read"]
+
+_PLAIN = (numbers.Number, str, bytes, NoneType)
+_LEAVES = (*_PLAIN, Tensor, nn.Module, FunctionType, functools.partial)
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+
+
+class Place(NamedTuple):
+    """Where a function reads: a global, a variable around it or an argument, and the steps from there."""
+
+    kind: str
+    name: str
+    steps: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        return self.name + "".join(f".{key}" if how == "attribute" else f"[{key!r}]" for how, key in self.steps)
 
 
 def values_read(functions: Iterable[Callable[..., Any]]) -> dict[str, Any]:
-    """Return the numbers, texts, tensors and layers that functions find in closures, globals and attributes, by name.
+    """Return the numbers, texts, tensors, layers and functions that loss functions find, by the number and the place.
 
-    Of an object only the attributes are returned whose names occur in the function. Functions of other modules, and
-    what a layer reads in its `forward`, are not looked at.
+    Functions and methods that they call are followed, but not those of libraries, nor a layer's `forward`. Of items
+    only those with a constant key or index are known.
     """
-    return {f"{number}.{name}": value for number, f in enumerate(functions) for name, value in _of(f, "", _DEPTH)}
+    seen: set[tuple[int, int]] = set()
+    return {f"{i}.{name}": value for i, f in enumerate(functions) for name, value in _of(f, "", seen)}
 
 
-def changed(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return name, old and new value of the first difference, or None. Tensors and layers are compared as objects."""
-    for name in {**before, **now}:
-        old, new = before.get(name), now.get(name)
-        same = old is new or (isinstance(old, _PLAIN) and type(old) is type(new) and old == new)
-        if not same:
-            return name.partition(".")[2], old, new
-    return None
+def differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the names of values that differ. Tensors, layers and functions are compared as objects."""
+
+    def same(old: Any, new: Any) -> bool:
+        return old is new or (isinstance(old, _PLAIN) and type(old) is type(new) and bool(old == new))
+
+    return [name for name in before if name in now and not same(before[name], now[name])]
 
 
-def _of(function: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+def change(name: str, before: Any, now: Any) -> str:
+    """Say how a value differs; a tensor is not read from the device."""
+    name = name.partition(".")[2]
+    if isinstance(before, _PLAIN) and isinstance(now, _PLAIN):
+        return f"{name}, which was {before!r} when the TrainStep was made, and is {now!r} now"
+    return f"{name}, which is another {type(now).__name__} than when the TrainStep was made"
+
+
+def _of(function: Any, prefix: str, seen: set[tuple[int, int]]) -> Iterator[tuple[str, Any]]:
+    """Yield what a function reads, and the functions that it finds, once each."""
     if isinstance(function, functools.partial):
-        yield from _leaves(f"{prefix}args", [*function.args, function.keywords], (), function, depth)
+        given: dict[Any, Any] = {**dict(enumerate(function.args)), **function.keywords}
+        yield from ((f"{prefix}partial[{key!r}]", value) for key, value in given.items() if isinstance(value, _LEAVES))
         function = function.func
-    owner = getattr(function, "__self__", None) if isinstance(function, MethodType) else None
-    function = getattr(function, "__func__", function)
+    owner = None
+    if not isinstance(function, FunctionType | MethodType | nn.Module) and callable(function):
+        owner, function = function, type(function).__call__
+    elif isinstance(function, MethodType):
+        owner, function = function.__self__, function.__func__
     if not isinstance(function, FunctionType):
-        yield from _leaves(prefix or "loss_fn", function, (), None, depth)
         return
     code = function.__code__
-    if owner is not None:
-        yield from _leaves(f"{prefix}self", owner, code.co_names, function, depth)
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    found = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
-    found |= {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
-    for name, value in found.items():
-        yield from _leaves(prefix + name, value, code.co_names, function, depth)
-
-
-def _leaves(name: str, value: Any, attributes: Iterable[str], reader: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (*_PLAIN, Tensor, nn.Module)):
-        yield name, value
-    if depth == 0 or isinstance(value, (*_PLAIN, Tensor, type)):
+    if (id(code), id(owner)) in seen or code.co_filename.startswith(_LIBRARIES):
         return
-    if isinstance(value, dict | list | tuple):
-        if len(value) <= _MOST_ITEMS:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, item in items:
-                yield from _leaves(f"{name}[{key!r}]", item, attributes, reader, depth - 1)
-    elif isinstance(value, FunctionType | MethodType | functools.partial):
-        if getattr(value, "__module__", None) == getattr(reader, "__module__", None) and value is not reader:
-            yield from _of(value, f"{name}: ", depth - 1)
-    else:
-        held = getattr(value, "__dict__", {})
-        own = held if reader is None and not isinstance(value, ModuleType) else {}
-        for attribute in (*own, *attributes):
-            if attribute in held:
-                yield from _leaves(f"{name}.{attribute}", held[attribute], (), reader or value, depth - 1)
+    seen.add((id(code), id(owner)))
+    for place in _places(code):
+        try:
+            value = _root(function, owner, place)
+            for how, key in place.steps:
+                value = _attribute(value, key) if how == "attribute" else _item(value, key)
+        except LookupError:
+            continue
+        if isinstance(value, _LEAVES):
+            yield f"{prefix}{place}", value
+        if not isinstance(value, (*_PLAIN, Tensor, nn.Module, type)):
+            yield from _of(value, f"{place}: ", seen)
 
 
-def _is_filled(cell: Any) -> bool:
+@functools.lru_cache(maxsize=256)
+def _places(code: CodeType, *, nested: bool = False) -> tuple[Place, ...]:
+    """Return all places that the code loads from, those of lambdas and comprehensions inside it too."""
+    found: dict[Place, None] = {}
+    place: Place | None = None
+    constant: tuple[Any, ...] = ()  # the last one loaded, which may be a key
+    for instruction in dis.get_instructions(code):
+        name, value = instruction.opname, instruction.argval
+        value = value[-1] if isinstance(value, tuple) and name.startswith("LOAD_FAST") else value  # loads two at once
+        if name.startswith(("LOAD_CONST", "LOAD_SMALL_INT")) and place is not None:
+            constant = (value,)
+            continue
+        if name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            place = Place("global", value, ())
+        elif name in ("LOAD_DEREF", "LOAD_CLASSDEREF"):
+            place = Place("cell", value, ())
+        elif name.startswith("LOAD_FAST") and not nested:
+            place = Place("argument", value, ())
+        elif name in ("LOAD_ATTR", "LOAD_METHOD") and place is not None and not constant:
+            place = place._replace(steps=(*place.steps, ("attribute", value)))
+        elif (name == "BINARY_SUBSCR" or instruction.argrepr == "[]") and place is not None and constant:
+            place = place._replace(steps=(*place.steps, ("item", constant[0])))
+        else:
+            place = None
+        constant = ()
+        if place is not None:
+            found[place] = None
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return (*found, *(place for each in inner for place in _places(each, nested=True)))
+
+
+def _root(function: FunctionType, owner: Any, place: Place) -> Any:
+    """Return the variable that a place begins with, or raise a LookupError."""
+    code = function.__code__
+    if place.kind == "global":
+        return function.__globals__[place.name]
+    if place.kind == "cell":
+        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        try:
+            return cells[place.name].cell_contents
+        except ValueError:  # it is empty
+            raise LookupError from None
+    arguments = code.co_varnames[: code.co_argcount]
+    if owner is not None and place.name == arguments[0]:
+        return owner
+    defaults = function.__defaults__ or ()
+    given = dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
+    return {**given, **(function.__kwdefaults__ or {})}[place.name]
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """Return an attribute without running code of the user, or raise a LookupError."""
     try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
+        held = object.__getattribute__(value, "__dict__")
+    except AttributeError:  # an object with slots
+        held = {}
+    tables: list[Any] = [held]
+    if isinstance(value, nn.Module):
+        tables += [dict(value.named_parameters(recurse=False)), own_buffers(value), own_layers(value)]
+    for table in tables:
+        if name in table:
+            return table[name]
+    if isinstance(value, ModuleType):
+        raise LookupError
+    for kind in (value if isinstance(value, type) else type(value)).__mro__:
+        if name in vars(kind):
+            found = vars(kind)[name]
+            if isinstance(found, MemberDescriptorType) and not isinstance(value, type):
+                try:
+                    return found.__get__(value)
+                except AttributeError:  # an empty slot
+                    raise LookupError from None
+            if isinstance(found, FunctionType) and not isinstance(value, type | nn.Module):
+                return MethodType(found, value)
+            if isinstance(found, _PLAIN):
+                return found
+            raise LookupError
+    raise LookupError
+
+
+def _item(value: Any, key: Any) -> Any:
+    if type(value) in (dict, list, tuple):
+        try:
+            return value[key]
+        except TypeError:  # a list and a text, or a key that has no hash
+            raise LookupError from None
+    raise LookupError

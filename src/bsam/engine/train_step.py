@@ -31,7 +31,7 @@ from bsam.modules import LossFunction, keys_of
 from bsam.optim.base_step import clear_gradients
 from bsam.optim.probing import Slot
 from bsam.optim.together import obstacle_to_stacking
-from bsam.torch_private import mark_as_stepped
+from bsam.torch_private import mark_as_stepped, own_layers
 
 __all__ = ["TrainStep"]
 
@@ -47,8 +47,9 @@ class TrainStep:
     optimizer.
 
     Numbers are compiled in. Give a number that changes, say the weight of a term of the loss, as a tensor in the batch,
-    or as a tensor that you change by `fill_`. If a number that `loss_fn` itself reads has changed otherwise, the plain
-    loop takes the step, and a warning names it. A number that a layer reads in its `forward` is not watched.
+    or as a tensor that you change by `fill_`. If a number, tensor or function that `loss_fn` reads is another one than
+    before, the plain loop takes the step, and a warning names it. Watched are variables, attributes and items with a
+    constant key in `loss_fn` and in functions of yours that it calls, but not in a layer's `forward`.
 
     Several runs can be trained together: give a list of optimizers, each with its own model of the same architecture, a
     list of loss functions, and batches whose dimension 0 is the run. One step is one step of each run. The runs may
@@ -232,11 +233,13 @@ class TrainStep:
             method._note_start()
         if self._watch is not None:
             self._watch.check()
-        if self._fixes_values and self._reads_other_values():
-            return self._loop(stacked)
-        if _signature(stacked) != self._shapes or self._present_flags() != self._flags:
+        read = reads.values_read(self._given)
+        other = reads.differing(self._read, read) if self._fixes_values else []
+        if other or _signature(stacked) != self._shapes or self._present_flags() != self._flags:
+            self._warn_of_values(other, read)
             losses = self._loop(stacked)
-            self._read = reads.values_read(self._given)  # a loss function may count its own calls
+            after = reads.values_read(self._given)
+            self._read |= {name: after[name] for name in reads.differing(read, after)}  # it may count its own calls
             return losses
         self._adopt()
         tensors = _tensors(stacked)
@@ -306,24 +309,22 @@ class TrainStep:
         same = slot.parameter.data_ptr() == address and slot.group is method.param_groups[group]
         return same and (not slot.state or method._state_of(slot) is slot.state)
 
-    def _reads_other_values(self) -> bool:
-        """Whether a loss function would read another value than when it was compiled; warn in this case."""
-        found = reads.changed(self._read, reads.values_read(self._given))
-        if found is not None and not self._warned:
-            self._warned = True
-            name, before, now = (str(each) if len(str(each)) < 50 else f"a {type(each).__name__}" for each in found)
-            warnings.warn(
-                f"the loss function reads {name}, which was {before} when the TrainStep was made, and is {now} now. "
-                "The plain loop takes these steps, which is slower. Give it as a tensor in the batch, or as a tensor "
-                "that you change by fill_ or copy_.",
-                stacklevel=callers_level(),
-            )
-        return found is not None
+    def _warn_of_values(self, names: list[str], read: dict[str, Any]) -> None:
+        """Warn once if a loss function reads another value than when it was compiled."""
+        if not names or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"the loss function reads {reads.change(names[0], self._read[names[0]], read[names[0]])}. The plain loop "
+            "takes these steps, which is slower. Give it as a tensor in the batch, or as a tensor that you change by "
+            "fill_ or copy_.",
+            stacklevel=callers_level(),
+        )
 
     def _present_flags(self) -> list[int]:
         """Whether each module trains, which layers it has, and whether each parameter takes a gradient."""
         trains = [owner.training for owner in self._flagged]
-        layers = [id(layer) for owner in self._flagged for layer in owner.children()]
+        layers = [id(layer) for owner in self._flagged for layer in own_layers(owner).values()]
         return [*trains, *layers, *(slot.parameter.requires_grad for _, slot, _ in self._places)]
 
 

@@ -163,10 +163,10 @@ class Run:
         lines = [to_json(entry) + "\n" for entry in trainer.log]
         write_text(self.folder / "log.jsonl", "".join(lines))
 
-    def write_results(self, trainer: Trainer, **engine: Any) -> None:
-        """Write posterior and record; `engine` says how the run was trained. A record that is there already stays."""
+    def write_results(self, trainer: Trainer, *, keep: bool = False, **engine: Any) -> None:
+        """Write posterior and record; `engine` says how the run was trained. `keep` a record that is there already."""
         trainer.posterior().save(self.folder / "posterior.safetensors")
-        if (self.folder / "record.json").is_file():  # only the posterior was missing
+        if keep and (self.folder / "record.json").is_file():
             return
         record = {
             "preset": self.preset,

@@ -183,6 +183,7 @@ class Stack:
             OSError: A file could not be written, say because the disk is full; the last checkpoint is kept.
         """
         first = self.trainers[0]
+        was_done = first.epoch >= first.config.total_epochs  # and only a posterior was missing
         with self._held(), neighbours(self.device) as on_device, signals_kept() as arrived:
             if self.checkpoints.changed:
                 raise RunBusyError(f"another process has gone on with the run in {self.folder} since it was read.")
@@ -210,7 +211,7 @@ class Stack:
                 "processes_on_device": on_device.most,  # the most that trained there at a time
             }
             for run, trainer in zip(self.runs, self.trainers, strict=True):
-                run.write_results(trainer, **engine)
+                run.write_results(trainer, keep=was_done, **engine)
             self._leave(range(len(self.runs)))
 
     def write_logs(self) -> None:

@@ -122,12 +122,13 @@ class CheckedOptimizer(Optimizer):
 
     def _check_changes(self) -> None:
         """Check the options of the groups if one was written into a group since the last call."""
-        if (rates := [group.get("lr") for group in self.param_groups]) != self._checked_rates:
+        rates = [_value(group.get("lr")) for group in self.param_groups]
+        if rates != self._checked_rates:
             for rate in rates:  # by itself, because schedulers write it at every step
                 if rate is not None:  # a base optimizer may have none
                     options.non_negative("lr", rate)
             self._checked_rates = rates
-        now = [[group.get(name) for name in self.defaults if name != "lr"] for group in self.param_groups]
+        now = [[_value(group.get(name)) for name in self.defaults if name != "lr"] for group in self.param_groups]
         if now != self._checked_options:
             for group in self.param_groups:
                 self._check_group(group)
@@ -278,6 +279,13 @@ def slots_of(optimizer: Optimizer, fresh_state: Any, *, copied: bool = True) -> 
     if any(is_sharded(slot.parameter) for slot in slots):
         share_norms(slots)
     return slots
+
+
+def _value(option: Any) -> Any:
+    """Return what an option is now, if it can be written to in place. A number on a device is not read."""
+    if isinstance(option, Tensor):
+        return option.item() if option.device.type == "cpu" and option.numel() == 1 else option
+    return tuple(option) if isinstance(option, list) else option
 
 
 def _check_parameter(parameter: Any) -> None:

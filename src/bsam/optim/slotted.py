@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bsam import shards
 from bsam.distributed import all_equal, all_reduce_sum, average_over_ranks, broadcast, rank_of
-from bsam.modules import padding_rows, running_statistics
+from bsam.modules import padding_rows, running_statistics, shortened
 from bsam.optim import options
 from bsam.optim.base_step import BaseStep
 from bsam.optim.checked import slots_of
@@ -31,6 +31,7 @@ class SlottedOptimizer(SplittingOptimizer):
         self._synchronised = False
         self._sharded = False  # whether the parameters are sharded
         self._padding: dict[int, int] | None = None  # `padding_rows` of the model
+        self._shortened: set[int] = set()  # its `shortened` weights
 
     # ------------------------------------------------------------------ slots and state
 
@@ -73,8 +74,14 @@ class SlottedOptimizer(SplittingOptimizer):
         slots = slots_of(self, self._fresh_state if self.base_optimizer is None else None, copied=copied)
         if self._padding is None:
             self._padding = {} if self.module is None else padding_rows(self.module)
-        for slot in slots if self._padding else ():
+            self._shortened = set() if self.module is None else shortened(self.module)
+        for slot in slots if self._padding or self._shortened else ():
             slot.padding = shards.row_here(slot.parameter, self._padding.get(id(slot.parameter)))
+            if id(slot.parameter) in self._shortened:
+                raise ValueError(
+                    f"{self._name(slot)} is an embedding with max_norm, which shortens rows in every pass, at weights "
+                    "that a step takes back. Leave max_norm out: the prior keeps the weights small."
+                )
         return slots
 
     # ------------------------------------------------------------------ the model
@@ -100,14 +107,6 @@ class SlottedOptimizer(SplittingOptimizer):
                 "averages over the ranks itself, so give it the bare module."
             )
         self._check_belongs(p for group in self.param_groups for p in group["params"])
-        trained = {id(p) for p in self._trained()}
-        for name, layer in self.module.named_modules():
-            embeds = isinstance(layer, nn.Embedding | nn.EmbeddingBag) and id(layer.weight) in trained
-            if embeds and layer.max_norm is not None:
-                raise ValueError(
-                    f"the embedding {name} has max_norm={layer.max_norm}: it shortens its rows in every pass, at "
-                    "weights that a step takes back. Leave max_norm out: the prior keeps the weights small."
-                )
 
     def _check_belongs(self, params: Iterable[Any]) -> None:
         known = {id(p) for p in self.module.parameters()} if self.module is not None else set()

@@ -134,9 +134,10 @@ def laplace(
     _check_precision(precision, prior_precision)
     std: dict[Tensor, Tensor] = {parameters[name]: p.rsqrt() for name, p in precision.items()}
     padding = padding_rows(model)
-    for parameter, each in std.items():
-        if id(parameter) in padding:
-            each[padding[id(parameter)]] = 0
+    for (parameter, each), h in zip(std.items(), diagonal, strict=True):
+        row = padding.get(id(parameter))
+        if row is not None and not h[row].any():  # else the model uses the row in another way, too
+            each[row] = 0
     return DiagonalGaussian.from_model(model, std, prior_precision=float(prior_precision))
 
 

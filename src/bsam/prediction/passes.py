@@ -282,8 +282,8 @@ class Passes:
     def _compiled(self, stack: dict[str, Tensor], inputs: Any) -> Tensor:
         """Run `_vmapped`, compiled for the shapes of this batch and kept for later calls with this model.
 
-        A program has fixed what the model reads apart from tensors, like a number or the type of a layer. So one from
-        an earlier call is compared with a plain pass, and compiled again if they differ.
+        A program has fixed what the model reads apart from tensors, like a number. So one from an earlier call is
+        compared with a plain pass, and compiled again if they differ by more than rounding may (`_close`).
         """
         tensors: list[Tensor] = []
         map_tensors(tensors.append, inputs)
@@ -292,7 +292,9 @@ class Passes:
         rest = {name: tensor.detach() for name, tensor in own if name not in handed}  # not constants of the program
         shapes = repr(map_tensors(lambda t: (tuple(t.shape), t.dtype), inputs))
         call = self._model.call
-        key = (id(call), _num_samples(stack), tuple(stack), shapes)
+        fixed_shapes = tuple((name, tuple(t.shape), t.dtype) for name, t in rest.items())
+        layers = tuple(type(layer) for layer in self._model.modules())
+        key = (id(call), _num_samples(stack), tuple(stack), shapes, fixed_shapes, layers)
         programs = _PROGRAMS.setdefault(self._model.model, {})
         weights, others = [*stack.values()], [*rest.values(), *tensors]
 
