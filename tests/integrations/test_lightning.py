@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import os
 import pickle
 import socket
@@ -335,6 +336,43 @@ def test_schedulers_step_as_in_automatic_optimization(interval, frequency, tmp_p
         fit(Watched(scheduler={"interval": interval, "frequency": frequency}), tmp_path, max_epochs=3)
     assert rates[Module] == rates[Automatic]
     assert len(set(rates[Module])) > 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_a_schedule_over_the_estimated_steps_reaches_its_end(accumulate, tmp_path):
+    class Scheduled(Module):
+        def configure_optimizers(self):
+            optimizer = optimizer_of("BSAM", self.network)
+            self.estimated = self.trainer.estimated_stepping_batches
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.estimated)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    module = Scheduled(accumulate_grad_batches=accumulate)
+    found = fit(module, tmp_path, max_epochs=2)
+    assert module.estimated == found.global_step == 2 * math.ceil(BATCHES / accumulate)
+    assert found.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
+    assert found.accumulate_grad_batches == 1
+
+
+def test_a_log_of_parts_is_the_mean_over_the_examples(tmp_path):
+    """Batches of 5 examples in parts of 3 and 2, and one batch of 3 in parts of 2 and 1."""
+    seen = []
+
+    class Logging(Module):
+        def training_step(self, batch, batch_idx):
+            loss = F.cross_entropy(self.network(batch[0]), batch[1])
+            if self.first_pass:
+                seen.append((float(loss.detach()), len(batch[1])))
+            self.log("loss", loss, on_step=False, on_epoch=True)
+            return loss
+
+    x = torch.cat([x for x, _ in batches()])[:13]
+    data = DataLoader([(x[i : i + 5], (x[i : i + 5, 0] > 0).long()) for i in (0, 5, 10)], batch_size=None)
+    found = trainer(tmp_path)
+    found.fit(Logging(options={"splits": 2}), data)
+    assert [size for _, size in seen] == [3, 2, 3, 2, 2, 1]
+    expected = sum(loss * size for loss, size in seen) / 13
+    assert float(found.callback_metrics["loss"]) == pytest.approx(expected, rel=1e-6)
 
 
 def test_averaged_weights_stay_while_statistics_are_averaged(tmp_path):

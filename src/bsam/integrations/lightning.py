@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
-from bsam.batches import has_examples
+from bsam.batches import has_examples, num_examples
 from bsam.executor import refuse_under_vmap
 from bsam.integrations.fabric import probe_with
-from bsam.integrations.lightning_callbacks import PosteriorCheckpoint, StepGuard, check_setup
+from bsam.integrations.lightning_callbacks import PosteriorCheckpoint, StepGuard, accumulating, check_setup
 from bsam.modules import preserved_attributes
 from bsam.optim import options
 from bsam.torch_private import pytree
@@ -47,6 +47,7 @@ class LightningModule(lightning.LightningModule):
         self.automatic_optimization, self.first_pass = False, True
         self._accumulate, self._clip = accumulate_grad_batches, (gradient_clip_val, gradient_clip_algorithm)
         self._is_probing = self._is_waiting = False  # inside a probe; between the micro-batches of a step
+        self._num_examples: int | None = None  # of the present part of a batch, where they can be counted
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -61,7 +62,8 @@ class LightningModule(lightning.LightningModule):
 
         @functools.wraps(configure_optimizers)
         def configure(self: LightningModule) -> Any:
-            configured = configure_optimizers(self)
+            with accumulating(self._trainer, self._accumulate):
+                configured = configure_optimizers(self)
             if not self.automatic_optimization and self._trainer is not None:
                 check_setup(self._trainer, configured)
             return configured
@@ -81,8 +83,10 @@ class LightningModule(lightning.LightningModule):
         return None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a value as Lightning does, in the first pass only."""
+        """Log a value as Lightning does, in the first pass only. The examples of the present part weigh it."""
         refuse_under_vmap([value])
+        if self._num_examples is not None:
+            kwargs.setdefault("batch_size", self._num_examples)
         if self.first_pass:
             super().log(name, value, *args, **kwargs)
 
@@ -111,6 +115,7 @@ class LightningModule(lightning.LightningModule):
         def loss_fn(part: Any) -> Any:
             refuse_under_vmap(pytree.tree_leaves(part) if metrics else ())
             self.first_pass = not any(part is each for each, _ in seen)  # a part is the same object in all its passes
+            self._num_examples = num_examples(part) if has_examples(part) else None
             with preserved_attributes(() if self.first_pass else metrics):
                 output = training_step(part)
             refuse_under_vmap(output.values() if isinstance(output, Mapping) else ())
@@ -122,7 +127,7 @@ class LightningModule(lightning.LightningModule):
         try:
             loss = probe_with(strategy, optimizer, loss_fn, batch, weight=self.probe_weight(batch))
         finally:
-            self._is_probing, self.first_pass = False, True
+            self._is_probing, self.first_pass, self._num_examples = False, True, None
         self._step()
         return {**seen[0][1], "loss": loss} if isinstance(seen[0][1], Mapping) else loss
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from bsam.torch_private import pytree
 
-__all__ = ["PosteriorCheckpoint", "StepGuard", "check_setup"]
+__all__ = ["PosteriorCheckpoint", "StepGuard", "accumulating", "check_setup"]
 
 _NOT_CALLED = (
     "optimizer_step",
@@ -25,6 +27,19 @@ _NOT_CALLED = (
     "on_before_zero_grad",
 )
 """Methods of a LightningModule that Lightning calls in automatic optimization only."""
+
+
+@contextlib.contextmanager
+def accumulating(trainer: lightning.Trainer | None, batches: int) -> Iterator[None]:
+    """Let `trainer.estimated_stepping_batches` count steps while optimizer and schedulers are made."""
+    if trainer is None:
+        yield
+        return
+    before, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, batches
+    try:
+        yield
+    finally:
+        trainer.accumulate_grad_batches = before
 
 
 class StepGuard(Callback):
