@@ -351,3 +351,10 @@ def test_without_locks_everything_else_works(tmp_path, monkeypatch):
 def test_a_folder_is_no_file(tmp_path):
     with pytest.raises(IsADirectoryError, match="is a folder: name the file in it"):
         read_file(tmp_path, format="bsam.posterior", kinds=["point"])
+
+
+def test_a_type_that_the_format_does_not_have_is_named(tmp_path):
+    tensors = {"wave": torch.zeros(2, dtype=torch.complex128)}
+    with pytest.raises(ValueError, match=r"wave is of type torch.complex128, .* persistent=False"):
+        write_file(tmp_path / "a", tensors, format="f", kind="k", settings={})
+    assert not list(tmp_path.iterdir())

@@ -92,6 +92,11 @@ def save_file(
     # Large types first, so that each tensor begins at a multiple of its type's size.
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
         tensor = tensors[name]
+        if tensor.dtype not in _TYPES:
+            raise ValueError(
+                f"{name} is of type {tensor.dtype}, which the safetensors format does not have: convert it, or, if it "
+                "is a buffer, register it with persistent=False."
+            )
         start, end = end, end + tensor.numel() * tensor.element_size()
         entries[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
 

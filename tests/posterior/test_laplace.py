@@ -373,3 +373,15 @@ def test_an_empty_batch_is_refused():
     batches = [(torch.ones(2, 3), torch.tensor([0, 1])), (torch.ones(0, 3), torch.tensor([], dtype=torch.long))]
     with pytest.raises(ValueError, match="a batch of data is empty"):
         bsam.laplace(nn.Linear(3, 2), "categorical", batches, prior_precision=1.0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_learned_noise_of_a_compiled_model_is_a_point_too():
+    torch.manual_seed(0)
+    model = bsam.LearnedNoise(nn.Linear(3, 1))
+    data = torch.randn(20, 3), torch.randn(20, 1)
+    wrapped = torch.compile(model, backend="eager")
+    plain, compiled = (bsam.laplace(each, "gaussian", data, prior_precision=4.0) for each in (model, wrapped))
+    assert compiled.std["log_noise_std"] == plain.std["log_noise_std"] == 0
+    a, b = (bsam.predict(each, plain, data[0], likelihood="gaussian") for each in (model, wrapped))
+    assert a.noise_std == b.noise_std

@@ -429,3 +429,17 @@ def test_probabilities_in_the_place_of_logits_are_warned_of():
     expected = predict(log, PointMass.from_model(log), vectors(4))
     found = predict(model, PointMass.from_model(model), vectors(4), forward=lambda model, x: model(x).log())
     torch.testing.assert_close(found.log_probs, expected.log_probs)
+
+
+@pytest.mark.parametrize("vectorise", [True, False])
+def test_samples_that_change_nothing_are_warned_of(vectorise):
+    """As where the weights of an adapter are merged into others."""
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "merged": nn.Linear(3, 2)})
+    model.requires_grad_(True)
+    q = DiagonalGaussian.from_model(model, {p: torch.full_like(p, 0.1) for p in model["merged"].parameters()})
+    run = lambda m, x: m["used"](x)  # noqa: E731
+    with pytest.warns(UserWarning, match="all samples of the posterior have the same outputs"):
+        bsam.predict(model, q, torch.ones(5, 3), forward=run, batch_size=2, num_samples=4, vectorise=vectorise)
+    bsam.predict(model, q, torch.ones(5, 3), forward=run, num_samples=1, vectorise=vectorise)
+    both = lambda m, x: m["used"](x) + m["merged"](x)  # noqa: E731
+    bsam.predict(model, q, torch.ones(5, 3), forward=both, num_samples=4, vectorise=vectorise)

@@ -147,3 +147,8 @@ def test_what_is_refused():
         Loss(np.sum, np.sum, np.sum, dim=2, majorant=Majorant(0.0))
     with pytest.raises(ValueError, match=r"-1 or \+1"):
         logistic_regression(np.zeros((3, 2)), [0, 1, 1])
+
+
+def test_a_hessian_is_symmetric():
+    with pytest.raises(ValueError, match="is not symmetric"):
+        quadratic([0.0, 0.0], [[1.0, 1.0], [0.0, 1.0]])

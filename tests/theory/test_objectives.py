@@ -1,9 +1,11 @@
+import math
+
 import numpy as np
 import pytest
 from scipy.integrate import quad
 from scipy.optimize import brentq, minimize, root
 
-from bsam.theory.fenchel import biconjugate, max_loss
+from bsam.theory.fenchel import biconjugate, max_loss, max_loss_in_ball
 from bsam.theory.gaussian import Full, Isotropic, Univariate
 from bsam.theory.losses import logistic_regression, quadratic, separable_data, three_minima
 from bsam.theory.objectives import (
@@ -268,3 +270,19 @@ class TestTheorem2:
         sigma, delta_prime = relaxation_of_sam(quadratic(c, h), theta, -rho, delta)
         with pytest.raises(ValueError, match=r"no prior N\(0, I/delta_0\)"):
             prior_precision_of(sigma, delta_prime)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda loss: prior_precision_of(sigma=0.5, delta_prime=-1.0),
+        lambda loss: relaxed_objective(loss, 0.0, 1.0, -1.0),
+        lambda loss: sam_objective(loss, 0.0, -1.0, 0.1),
+        lambda loss: max_loss_in_ball(loss, 0.0, 1.0, resolution=0.0),
+        lambda loss: max_loss(loss, 0.0, math.inf),
+        lambda loss: max_loss(loss, 0.0, 1.0, resolution=-1.0),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(call):
+    with pytest.raises(ValueError, match=r"must (be|not be) (positive|finite|negative)"):
+        call(three_minima())

@@ -44,6 +44,7 @@ from bsam.modules import (
     floating_type,
     named_parameters,
     padding_rows,
+    unwrapped,
 )
 from bsam.posterior.diagonal import DiagonalGaussian
 from bsam.shards import refuse_sharded
@@ -94,9 +95,10 @@ def laplace(
         8
     """
     refuse_sharded("laplace", model, "call it before fully_shard, or use the posterior of bsam.BSAM or bsam.IVON")
-    noise = model.log_noise_std if isinstance(model, LearnedNoise) else None
-    if likelihood == "gaussian" and noise_std is None and isinstance(model, LearnedNoise):
-        noise_std = model.noise_std
+    inside = unwrapped(model)
+    noise = inside.log_noise_std if isinstance(inside, LearnedNoise) else None
+    if likelihood == "gaussian" and noise_std is None and isinstance(inside, LearnedNoise):
+        noise_std = inside.noise_std
     check_likelihood(likelihood, noise_std)
     if curvature not in ("ggn", "hessian"):
         raise ValueError(f"curvature={curvature!r} must be 'ggn' or 'hessian'.")

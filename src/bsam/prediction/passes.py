@@ -106,6 +106,7 @@ class Passes:
         self._pays = compile or Executor.launch_bound(device)
         self._compile, self._room = compile, room
         self._checked = vectorise is True
+        self._samples_differ = not self._draws or self._num_samples < 2  # known, or nothing to know
         self._compared: set[Any] = set()  # keys of older programs whose outputs were compared with a plain pass
 
     @property
@@ -148,15 +149,34 @@ class Passes:
 
         def loop() -> dict[str, Tensor | None]:
             outputs = (self._at(stack, i, inputs)[None] for stack in self._stacks() for i in range(_num_samples(stack)))
-            return _columns(start(), outputs, self.weights)
+            return _columns(start(), self._watched(outputs), self.weights)
 
         return self._executor.run(together, loop, pays=self._pays)
+
+    def _watched(self, outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield the outputs; warn if those of all samples are the same in the first batch."""
+        first: Tensor | None = None
+        for stack in outputs:
+            if not self._samples_differ:
+                first = stack[0].clone() if first is None else first
+                self._samples_differ = any(not torch.equal(first, output) for output in stack)
+            yield stack
+        if not self._samples_differ:
+            self._samples_differ = True  # one warning is enough
+            two = next(self._draw(2)).values()
+            if all(torch.equal(weights[0], weights[1]) for weights in two):  # a posterior without width
+                return
+            warnings.warn(
+                "all samples of the posterior have the same outputs, so that predictions have none of its doubt: does "
+                "the model use the sampled weights? Adapters that are merged or disabled are not used.",
+                stacklevel=callers_level(),
+            )
 
     def _together(self, inputs: Any, start: Callable[[], Average]) -> dict[str, Tensor | None]:
         run = self._compiled if self._compile else self._vmapped
         while True:
             try:
-                return _columns(start(), (run(stack, inputs) for stack in self._stacks()), self.weights)
+                return _columns(start(), self._watched(run(stack, inputs) for stack in self._stacks()), self.weights)
             except torch.OutOfMemoryError:
                 if self._chunk == 1 and not self._holds_all_samples:
                     raise

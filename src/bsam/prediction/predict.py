@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from bsam.batches import as_tensor, batches_of, inputs_and_labels, moved
 from bsam.interrupts import deferred, reading
 from bsam.likelihood import LearnedNoise
-from bsam.modules import Forward, evaluating, floating_type, preserved
+from bsam.modules import Forward, evaluating, floating_type, preserved, unwrapped
 from bsam.posterior.base import Posterior
 from bsam.prediction.averages import average_for
 from bsam.prediction.passes import Passes, calibration_batches
@@ -220,7 +220,7 @@ def noise_of(model: nn.Module, posterior: Posterior, likelihood: str, noise_std:
     are exact, and all its samples have one noise.
     """
     _check_posterior(posterior)
-    if likelihood != "gaussian" or noise_std is not None or not isinstance(model, LearnedNoise):
+    if likelihood != "gaussian" or noise_std is not None or not isinstance(unwrapped(model), LearnedNoise):
         return noise_std
     posterior.check_fits(model)
     logs = [float(part.mean["log_noise_std"]) for part in posterior.parts]

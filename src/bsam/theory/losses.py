@@ -246,6 +246,8 @@ def quadratic(center: ArrayLike, hessian: ArrayLike, constant: float = 0.0) -> L
             majorant=majorant,
         )
     dim = len(H)
+    if not np.allclose(H, H.T):
+        raise ValueError(f"hessian={H} is not symmetric: write (H + H.T) / 2, which is the Hessian of this loss.")
     return Loss(
         lambda theta: constant + np.einsum("...i,ij,...j", theta - center, H, theta - center) / 2,
         lambda theta: (theta - center) @ H,

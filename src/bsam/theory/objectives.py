@@ -156,6 +156,8 @@ def relaxed_objective(
         delta_prime: $\delta'$; with a prior $\mathcal N(0, I / \delta_0)$ write `1 / (sigma**2 + 1 / delta_0)`.
         resolution: As in `max_loss`.
     """
+    if np.min(delta_prime) <= 0:
+        raise ValueError(f"delta_prime={delta_prime!r} must be positive: it is a precision.")
     value, eps = max_loss(loss, mean, 1 / np.asarray(sigma, float) ** 2, resolution=resolution)
     return MaxLoss(value - log_normaliser(mean, sigma, delta_prime, dim=loss.dim), eps)
 
@@ -281,6 +283,8 @@ def prior_precision_of(sigma: float, delta_prime: float) -> float:
         >>> round(prior_precision_of(sigma=0.5, delta_prime=2.0), 12)
         4.0
     """
+    if delta_prime <= 0:
+        raise ValueError(f"delta_prime={delta_prime} must be positive: it is a precision.")
     if sigma**2 * delta_prime >= 1:
         raise ValueError(
             f"sigma={sigma} and delta_prime={delta_prime}: sigma^2 * delta_prime = {sigma**2 * delta_prime:.4g} >= 1, "

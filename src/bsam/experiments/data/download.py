@@ -35,7 +35,7 @@ def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
 
 
 def fetch(info: DatasetInfo, folder: Path, *, test_only: bool = False) -> None:
-    """Download missing files; existing files are not touched, even if they are wrong.
+    """Download missing files. Existing ones are not touched, even if they are wrong, but for an archive that is torn.
 
     Args:
         info: The data set.
@@ -47,7 +47,13 @@ def fetch(info: DatasetInfo, folder: Path, *, test_only: bool = False) -> None:
         if name.endswith((".tar.gz", ".zip")):
             if not (folder / info.folder).exists():
                 _download(url, path, info.md5[name])
-                _unpack(path, folder / info.folder)
+                try:
+                    _unpack(path, folder / info.folder)
+                except PermissionError as error:
+                    raise PermissionError(
+                        f"{folder} may not be written, so {path.name} cannot be unpacked there. Name another folder "
+                        "with --data DIR or BSAM_DATA=DIR, or unpack it as somebody who may write there."
+                    ) from error
         elif test_only and name in info.train_files:
             continue
         elif not path.exists() and not path.with_suffix("").exists():  # torchvision keeps the unpacked file beside it
@@ -60,6 +66,8 @@ def _download(url: str, path: Path, md5: str) -> None:
     import requests
 
     pooch.get_logger().setLevel("WARNING")  # the progress bar is enough
+    if path.is_file() and pooch.file_hash(str(path), alg="md5") == md5:
+        return
     try:
         store = pooch.create(
             path.parent, base_url="", registry={path.name: f"md5:{md5}"}, urls={path.name: url}, retry_if_failed=RETRIES

@@ -91,7 +91,8 @@ def load(
         folder: Folder of the data sets, as torchvision lays them out. By default the environment variable BSAM_DATA,
             else a folder in the user's cache.
         device: Device of the tensors.
-        download: Download missing files. An existing file is never replaced: a wrong one is an error.
+        download: Download missing files. A wrong file is an error, and is never replaced; but a wrong archive is, if
+            its folder is missing.
         validation: Number of training examples that are held out; they are the same in every run.
 
     Raises:

@@ -80,6 +80,8 @@ def max_loss(loss: Loss, mean: ArrayLike, precision: ArrayLike, *, resolution: f
         >>> max_loss(quadratic(0.0, 1.0), [1.0, 2.0], 2.0)
         MaxLoss(value=array([1., 4.]), perturbation=array([1., 2.]))
     """
+    if not (np.isfinite(precision).all() and resolution > 0):
+        raise ValueError(f"precision={precision!r} must be finite, and resolution={resolution} must be positive.")
     if loss.dim == 1:
         return _max_on_line(loss, np.asarray(mean, float), np.asarray(precision, float), resolution)
     S = np.asarray(precision, float) * (1 if np.ndim(precision) == 2 else np.eye(loss.dim))
@@ -100,6 +102,8 @@ def max_loss_in_ball(loss: Loss, mean: ArrayLike, rho: float, *, resolution: flo
         rho: Radius, $\rho \ge 0$.
         resolution: Largest spacing of the grid in one dimension.
     """
+    if not (rho >= 0 and resolution > 0):
+        raise ValueError(f"rho={rho} must not be negative, and resolution={resolution} must be positive.")
     m = np.asarray(mean, float)
     if loss.dim == 1:
         grid = m.reshape(-1, 1) + rho * np.linspace(-1, 1, 3 + 2 * int(rho / resolution))
