@@ -118,6 +118,14 @@ def test_what_cannot_be_read_is_passed_over():
     assert differing({"a": math.nan, "b": 1, "c": 0}, {"a": math.nan, "b": True}) == ["b"]
 
 
+def test_a_function_with_many_names():
+    """Numbers of names above 255 take two instructions."""
+    names = [f"n{i}" for i in range(300)]
+    found = {name: SimpleNamespace(weight=i) for i, name in enumerate(names)}
+    exec("def loss_fn():\n    return " + " + ".join(f"{name}.weight" for name in names), found)
+    assert read(found["loss_fn"]) == {f"{name}.weight": i for i, name in enumerate(names)}
+
+
 def test_functions_that_call_each_other_are_followed_once():
     def even(n):
         return n == 0 or odd(n - 1, SCALE)

@@ -101,6 +101,8 @@ def _places(code: CodeType, *, nested: bool = False) -> tuple[Place, ...]:
     constant: tuple[Any, ...] = ()  # the last one loaded, which may be a key
     for instruction in dis.get_instructions(code):
         name, value = instruction.opname, instruction.argval
+        if name == "EXTENDED_ARG":  # a part of the next one
+            continue
         value = value[-1] if isinstance(value, tuple) and name.startswith("LOAD_FAST") else value  # loads two at once
         if name.startswith(("LOAD_CONST", "LOAD_SMALL_INT")) and place is not None:
             constant = (value,)
