@@ -23,6 +23,7 @@ from bsam.torch_private import (
     mark_as_stepped,
     own_buffers,
     own_layers,
+    own_parameters,
     pytree,
     reduces_gradients,
     reset_after_failure,
@@ -228,3 +229,4 @@ def test_the_layers_of_a_module():
     assert own_layers(module) == dict(module.named_children())
     module[0] = replaced = nn.Tanh()
     assert own_layers(module)["0"] is replaced
+    assert own_parameters(nn.Linear(2, 2, bias=False)).keys() == {"weight", "bias"}

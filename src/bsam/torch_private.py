@@ -34,6 +34,7 @@ __all__ = [
     "mark_as_stepped",
     "own_buffers",
     "own_layers",
+    "own_parameters",
     "pytree",
     "reduces_gradients",
     "reset_after_failure",
@@ -59,6 +60,11 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def own_layers(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the layers registered in this module itself, as `named_children` does, in a fifth of the time."""
     return module._modules
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters registered in this module itself, also those that are None."""
+    return module._parameters
 
 
 def transient_buffers(module: nn.Module) -> set[str]:

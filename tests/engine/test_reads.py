@@ -1,9 +1,13 @@
 """What a loss function reads, and a compiled step whose loss function reads something new."""
 
+import enum
 import functools
 import math
 import shutil
+import weakref
+from collections import OrderedDict
 from types import FunctionType, SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -118,6 +122,96 @@ def test_what_cannot_be_read_is_passed_over():
     assert differing({"a": math.nan, "b": 1, "c": 0}, {"a": math.nan, "b": True}) == ["b"]
 
 
+class Switch(enum.Enum):
+    ON, OFF = 1, 2
+
+
+class Config(NamedTuple):
+    weight: float
+    switch: Switch
+
+
+class Base:
+    weight, penalty = 1.0, 0.5
+
+    def loss(self, x):
+        """Its `self` is read by a generator, too."""
+        return self.weight * x + sum(self.penalty * p for p in x) + self.fixed(x) + self.named(x)
+
+    @staticmethod
+    def fixed(x):
+        return SCALE * x
+
+    @classmethod
+    def named(cls, x):
+        return cls.penalty * x
+
+
+class Around:
+    def __init__(self, weight, inner):
+        self.weight, self.inner = weight, inner
+
+    def __call__(self, x):
+        return self.weight * self.inner(x)
+
+
+def test_variables_that_functions_inside_share():
+    def loss_fn(x, scale=2.0):
+        return scale * x + sum(scale * p for p in x)
+
+    assert read(loss_fn) == {"scale": 2.0}
+    found = read(Base().loss)
+    assert found.pop("self.fixed: SCALE") == found.pop("self.named: cls.penalty") * 4 == 2.0
+    assert found == {"self.weight": 1.0, "self.penalty": 0.5, "self.fixed": Base.fixed}
+
+
+def test_closures_of_one_function_and_objects_in_objects_are_told_apart():
+    def term(settings):
+        return lambda x: settings.weight * x
+
+    one, two = SimpleNamespace(weight=1.0), SimpleNamespace(weight=2.0)
+    first, second = term(one), term(two)
+    before = read(lambda x: first(x) + second(x))
+    two.weight = 3.0
+    assert differing(before, read(lambda x: first(x) + second(x))) == ["second: settings.weight"]
+    nested = Around(1.0, Around(2.0, Around(3.0, helper)))
+    before = read(nested)
+    nested.inner.inner.weight = 5.0
+    assert differing(before, read(nested)) == ["self.inner: self.inner: self.weight"]
+
+
+def test_decorators_of_torch_are_looked_through():
+    settings = SimpleNamespace(weight=1.0)
+
+    @torch.enable_grad()
+    def loss_fn(x):
+        return settings.weight * x
+
+    assert read(loss_fn) == {"settings.weight": 1.0}
+
+
+def test_items_and_fields_of_subclasses():
+    config, terms = Config(2.0, Switch.ON), OrderedDict(kl=0.1)
+    found = read(lambda x: config.weight * x if config.switch is Switch.ON else terms["kl"])
+    assert {"config.weight": 2.0, "config.switch": Switch.ON, "terms['kl']": 0.1}.items() <= found.items()
+
+
+def test_objects_that_raise_when_they_are_looked_at():
+    class Gone:
+        weight = 1.0
+
+    class Criterion(nn.Module):
+        def named_parameters(self, prefix=""):
+            raise AssertionError("code of the user is not run")
+
+    proxy, criterion = weakref.proxy(Gone()), Criterion()
+    criterion.scale = nn.Parameter(torch.ones(1))
+    assert read(lambda x: proxy.weight * proxy + criterion.scale) == {
+        "criterion": criterion,
+        "criterion.scale": criterion.scale,
+    }
+
+
 def test_a_function_with_many_names():
     """Numbers of names above 255 take two instructions."""
     names = [f"n{i}" for i in range(300)]
@@ -189,6 +283,24 @@ def test_a_loss_function_may_count_its_calls():
     calls = settings["calls"]
     step(x, y)
     assert settings["calls"] == calls
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_buffer_that_is_replaced_is_taken_in():
+    model = nn.Linear(4, 3)
+    model.register_buffer("temperature", torch.ones(()))
+    optimizer = bsam.BSAM(model.parameters(), num_data=16, module=model, lr=0.0, rho=0.0, max_noise=1e-9)
+    x, calls = torch.randn(8, 4), []
+
+    def loss_fn(x):
+        calls.append(1)
+        return (model(x) * model.temperature).square().mean()
+
+    step = bsam.TrainStep(optimizer, loss_fn, (x,))
+    before, count = step(x), len(calls)
+    model.temperature = torch.tensor(3.0)
+    torch.testing.assert_close(step(x), 9 * before)
+    assert len(calls) == count  # no loop
 
 
 def test_a_step_follows_a_layer_that_is_replaced():

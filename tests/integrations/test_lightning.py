@@ -354,7 +354,8 @@ def test_a_schedule_over_the_estimated_steps_reaches_its_end(accumulate, tmp_pat
     assert found.accumulate_grad_batches == 1
 
 
-def test_a_log_of_parts_is_the_mean_over_the_examples(tmp_path):
+@pytest.mark.parametrize("several", [False, True])
+def test_a_log_of_parts_is_the_mean_over_the_examples(several, tmp_path):
     """Batches of 5 examples in parts of 3 and 2, and one batch of 3 in parts of 2 and 1."""
     seen = []
 
@@ -363,7 +364,10 @@ def test_a_log_of_parts_is_the_mean_over_the_examples(tmp_path):
             loss = F.cross_entropy(self.network(batch[0]), batch[1])
             if self.first_pass:
                 seen.append((float(loss.detach()), len(batch[1])))
-            self.log("loss", loss, on_step=False, on_epoch=True)
+            if several:
+                self.log_dict({"loss": loss}, on_step=False, on_epoch=True)
+            else:
+                self.log("loss", loss, on_step=False, on_epoch=True)
             return loss
 
     x = torch.cat([x for x, _ in batches()])[:13]

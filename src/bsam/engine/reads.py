@@ -7,22 +7,30 @@ step looks up what is there now, without running code of the user: properties an
 from __future__ import annotations
 
 import dis
+import enum
 import functools
 import numbers
+import os
+import site
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from bsam.torch_private import own_buffers, own_layers
+from bsam.torch_private import own_buffers, own_layers, own_parameters
 
 __all__ = ["change", "differing", "values_read"]
 
 _PLAIN = (numbers.Number, str, bytes, NoneType)
-_LEAVES = (*_PLAIN, Tensor, nn.Module, FunctionType, functools.partial)
-_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+_LEAVES = (*_PLAIN, Tensor, nn.Module, FunctionType, functools.partial, enum.Enum)
+_LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    site.getusersitepackages(),
+    os.path.dirname(torch.__file__),  # wherever it lies
+)
 
 
 class Place(NamedTuple):
@@ -76,21 +84,23 @@ def _of(function: Any, prefix: str, seen: set[tuple[int, int]]) -> Iterator[tupl
         owner, function = function.__self__, function.__func__
     if not isinstance(function, FunctionType):
         return
-    code = function.__code__
-    if (id(code), id(owner)) in seen or code.co_filename.startswith(_LIBRARIES):
+    while _is_of_library(function) and isinstance(vars(function).get("__wrapped__"), FunctionType):
+        function = vars(function)["__wrapped__"]  # of a decorator like torch.enable_grad()
+    if (id(function), id(owner)) in seen or _is_of_library(function):
         return
-    seen.add((id(code), id(owner)))
-    for place in _places(code):
+    seen.add((id(function), id(owner)))
+    for place in _places(function.__code__):
         try:
             value = _root(function, owner, place)
             for how, key in place.steps:
                 value = _attribute(value, key) if how == "attribute" else _item(value, key)
-        except LookupError:
+            is_leaf, is_followed = isinstance(value, _LEAVES), not isinstance(value, (*_PLAIN, Tensor, nn.Module, type))
+        except Exception:  # there is none, or it is a proxy that raises whenever it is looked at
             continue
-        if isinstance(value, _LEAVES):
+        if is_leaf:
             yield f"{prefix}{place}", value
-        if not isinstance(value, (*_PLAIN, Tensor, nn.Module, type)):
-            yield from _of(value, f"{place}: ", seen)
+        if is_followed:
+            yield from _of(value, f"{prefix}{place}: ", seen)
 
 
 @functools.lru_cache(maxsize=256)
@@ -132,17 +142,25 @@ def _root(function: FunctionType, owner: Any, place: Place) -> Any:
     if place.kind == "global":
         return function.__globals__[place.name]
     if place.kind == "cell":
+        if place.name in code.co_cellvars:  # an argument that a function inside reads too
+            return _argument(function, owner, place.name)
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         try:
             return cells[place.name].cell_contents
         except ValueError:  # it is empty
             raise LookupError from None
+    return _argument(function, owner, place.name)
+
+
+def _argument(function: FunctionType, owner: Any, name: str) -> Any:
+    """Return the object of a method, or the default of an argument, or raise a LookupError."""
+    code = function.__code__
     arguments = code.co_varnames[: code.co_argcount]
-    if owner is not None and place.name == arguments[0]:
+    if owner is not None and name == arguments[0]:
         return owner
     defaults = function.__defaults__ or ()
     given = dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
-    return {**given, **(function.__kwdefaults__ or {})}[place.name]
+    return {**given, **(function.__kwdefaults__ or {})}[name]
 
 
 def _attribute(value: Any, name: str) -> Any:
@@ -153,12 +171,15 @@ def _attribute(value: Any, name: str) -> Any:
         held = {}
     tables: list[Any] = [held]
     if isinstance(value, nn.Module):
-        tables += [dict(value.named_parameters(recurse=False)), own_buffers(value), own_layers(value)]
+        tables += [own_parameters(value), own_buffers(value), own_layers(value)]
     for table in tables:
         if name in table:
             return table[name]
     if isinstance(value, ModuleType):
         raise LookupError
+    fields: tuple[str, ...] = getattr(type(value), "_fields", ()) if isinstance(value, tuple) else ()
+    if name in fields:  # of a NamedTuple
+        return tuple.__getitem__(value, fields.index(name))
     for kind in (value if isinstance(value, type) else type(value)).__mro__:
         if name in vars(kind):
             found = vars(kind)[name]
@@ -167,6 +188,8 @@ def _attribute(value: Any, name: str) -> Any:
                     return found.__get__(value)
                 except AttributeError:  # an empty slot
                     raise LookupError from None
+            if isinstance(found, staticmethod | classmethod):
+                return found.__get__(value, type(value))
             if isinstance(found, FunctionType) and not isinstance(value, type | nn.Module):
                 return MethodType(found, value)
             if isinstance(found, _PLAIN):
@@ -176,9 +199,13 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _item(value: Any, key: Any) -> Any:
-    if type(value) in (dict, list, tuple):
-        try:
-            return value[key]
-        except TypeError:  # a list and a text, or a key that has no hash
-            raise LookupError from None
+    """Return an item without running code of the user, or raise."""
+    kinds: tuple[Any, ...] = (dict, list, tuple)
+    for kind in kinds:
+        if isinstance(value, kind):
+            return kind.__getitem__(value, key)
     raise LookupError
+
+
+def _is_of_library(function: FunctionType) -> bool:
+    return function.__code__.co_filename.startswith(_LIBRARIES)

@@ -49,7 +49,8 @@ class TrainStep:
     Numbers are compiled in. Give a number that changes, say the weight of a term of the loss, as a tensor in the batch,
     or as a tensor that you change by `fill_`. If a number, tensor or function that `loss_fn` reads is another one than
     before, the plain loop takes the step, and a warning names it. Watched are variables, attributes and items with a
-    constant key in `loss_fn` and in functions of yours that it calls, but not in a layer's `forward`.
+    constant key in `loss_fn` and in functions of yours that it calls, but neither in a layer's `forward` nor behind
+    `super()`.
 
     Several runs can be trained together: give a list of optimizers, each with its own model of the same architecture, a
     list of loss functions, and batches whose dimension 0 is the run. One step is one step of each run. The runs may
@@ -235,6 +236,9 @@ class TrainStep:
             self._watch.check()
         read = reads.values_read(self._given)
         other = reads.differing(self._read, read) if self._fixes_values else []
+        if other:
+            adopted = {id(buffer) for module in self.modules for buffer in module.buffers()}
+            other = [name for name in other if id(read[name]) not in adopted]
         if other or _signature(stacked) != self._shapes or self._present_flags() != self._flags:
             self._warn_of_values(other, read)
             losses = self._loop(stacked)

@@ -27,7 +27,7 @@ import torch
 from bsam.experiments.checkpoint import Checkpoints
 from bsam.experiments.config import Config, from_mapping, to_toml, toml_value
 from bsam.experiments.data import epoch_length
-from bsam.experiments.record import environment, to_json, write_json
+from bsam.experiments.record import environment, read_json, to_json, write_json
 from bsam.experiments.trainer import Trainer
 from bsam.files import write_text
 
@@ -164,22 +164,23 @@ class Run:
         write_text(self.folder / "log.jsonl", "".join(lines))
 
     def write_results(self, trainer: Trainer, *, keep: bool = False, **engine: Any) -> None:
-        """Write posterior and record; `engine` says how the run was trained. `keep` a record that is there already."""
+        """Write posterior and record; `engine` says how the run was trained. `keep` a record of this very training."""
         trainer.posterior().save(self.folder / "posterior.safetensors")
-        if keep and (self.folder / "record.json").is_file():
+        path, loss = self.folder / "record.json", trainer.log[-1]["loss"]
+        if keep and path.is_file() and read_json(path)["final_loss"] == loss:
             return
         record = {
             "preset": self.preset,
             "seed": self.seed,
             "config": dataclasses.asdict(self.config),
             "seconds": round(trainer.seconds, 2),
-            "final_loss": trainer.log[-1]["loss"],
+            "final_loss": loss,
             "engine": engine,
             "data_sha256": trainer.dataset.sha256,
             "environment": environment(trainer.dataset.device),
             "evaluations": {},
         }
-        write_json(self.folder / "record.json", record)
+        write_json(path, record)
 
 
 def read_origin(folder: Path) -> dict[str, Any]:

@@ -85,8 +85,8 @@ class LightningModule(lightning.LightningModule):
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log a value as Lightning does, in the first pass only. The examples of the present part weigh it."""
         refuse_under_vmap([value])
-        if self._num_examples is not None:
-            kwargs.setdefault("batch_size", self._num_examples)
+        if self._num_examples is not None and kwargs.get("batch_size") is None:
+            kwargs["batch_size"] = self._num_examples
         if self.first_pass:
             super().log(name, value, *args, **kwargs)
 
