@@ -48,9 +48,9 @@ class TrainStep:
 
     Numbers are compiled in. Give a number that changes, say the weight of a term of the loss, as a tensor in the batch,
     or as a tensor that you change by `fill_`. If a number, tensor or function that `loss_fn` reads is another one than
-    before, the plain loop takes the step, and a warning names it. Watched are variables, attributes and items with a
-    constant key in `loss_fn` and in functions of yours that it calls, but neither in a layer's `forward` nor behind
-    `super()`.
+    before, the plain loop takes the step, and a warning names it. This holds for variables, attributes, and items with
+    a constant key, in `loss_fn` and in functions of yours that it calls. It does not hold for what a layer reads in its
+    `forward`, or what is reached through `super()`.
 
     Several runs can be trained together: give a list of optimizers, each with its own model of the same architecture, a
     list of loss functions, and batches whose dimension 0 is the run. One step is one step of each run. The runs may

@@ -91,8 +91,8 @@ def load(
         folder: Folder of the data sets, as torchvision lays them out. By default the environment variable BSAM_DATA,
             else a folder in the user's cache.
         device: Device of the tensors.
-        download: Download missing files. A wrong file is an error, and is never replaced; but a wrong archive is, if
-            its folder is missing.
+        download: Download missing files. A wrong file is an error, and is not replaced. A wrong archive is downloaded
+            again if its folder is missing.
         validation: Number of training examples that are held out; they are the same in every run.
 
     Raises:
